@@ -7,9 +7,9 @@ use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 
 use super::message::{self, Deleted, MAX_BATCH, MAX_CURSOR, ObjectResult, Request};
-use super::metadata::{self, Metadata};
+use super::metadata;
 use super::session::{ProcessConnection, RequestClass};
-use super::{ProcessTier, count, name_of};
+use super::{ProcessTier, name_of};
 use kvtier_l2::{
     BoxFuture, ErrorKind, L2Error, ListPage, Listed, ObjectSpec, Recovered, recover_pages,
 };
@@ -72,15 +72,9 @@ impl KeyRequests<'_> {
         if entry.len != Some(object.len) {
             return Ok(false);
         }
-        Ok(match metadata::of(entry.meta(), object) {
-            Metadata::Of(_) => true,
-            Metadata::None if !self.tier.needs_layout() => true,
-            Metadata::None => {
-                count(&self.tier.counters.no_layout);
-                false
-            }
-            Metadata::Other | Metadata::Damaged => false,
-        })
+        let metadata = metadata::of(entry.meta(), object);
+        let needs_layout = self.tier.needs_layout();
+        Ok(self.tier.counters.is_loadable(metadata, needs_layout))
     }
 
     pub(super) async fn delete(

@@ -25,7 +25,6 @@ mod tests;
 
 use std::future::Future;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvtier_core::object_key::{KeyShape, ObjectKey};
@@ -41,6 +40,7 @@ use kvtier_l2::{
 };
 use link::Link;
 use message::Welcome;
+use metadata::MetadataCounters;
 use segment::ALIGNMENT;
 use session::ProcessConnection;
 
@@ -86,19 +86,7 @@ struct ProcessTier {
     options: ProcessOptions,
     /// Objects that were found to be damaged: the next store replaces them.
     damaged: KeySet,
-    counters: Counters,
-}
-
-#[derive(Default)]
-struct Counters {
-    unverified: AtomicU64,
-    corrupt: AtomicU64,
-    other_layout: AtomicU64,
-    no_layout: AtomicU64,
-}
-
-fn count(counter: &AtomicU64) {
-    counter.fetch_add(1, Ordering::Relaxed);
+    counters: MetadataCounters,
 }
 
 /// One item of a call: its place in the batch, and the name of its object.
@@ -197,11 +185,6 @@ impl ProcessTier {
         !self.options.trust_missing_layout || self.options.require_checksum
     }
 
-    fn set_damaged(&self, key: &ObjectKey) {
-        count(&self.counters.corrupt);
-        self.damaged.insert(key);
-    }
-
     fn check_name(&self, welcome: &Welcome, name: &str) -> Result<(), L2Error> {
         match name.len() as u64 {
             len if len > welcome.max_key_bytes => {
@@ -222,13 +205,8 @@ impl ProcessTier {
         let (object, buffer, welcome) = (item.object(), item.buffer(), &session.welcome);
         let refused = |what: String| Err(self.link.error(ErrorKind::Refused, &what));
         self.check_name(welcome, name)?;
-        if buffer.len() != object.len {
-            return refused(format!(
-                "a buffer of {} bytes for {}",
-                buffer.len(),
-                object.len
-            ));
-        }
+        let checked = buffer.check(object.len);
+        checked.map_err(|error| self.link.error(error.kind(), &error.to_string()))?;
         if object.len > welcome.max_object_bytes {
             let most = welcome.max_object_bytes;
             return refused(format!(
@@ -244,8 +222,7 @@ impl ProcessTier {
             );
             return refused(what);
         }
-        let address = buffer.arena().address(buffer.extent(), 0, buffer.len());
-        Ok(address.map(|_| ())?)
+        Ok(())
     }
 
     /// Divides items into groups, of one request each; results of those that cannot be moved are among `refused`.
@@ -292,7 +269,7 @@ impl ProcessAdapter {
             link: Link::open(options),
             options: options.clone(),
             damaged: KeySet::default(),
-            counters: Counters::default(),
+            counters: MetadataCounters::default(),
         };
         Self {
             shared: Arc::new(shared),
@@ -457,15 +434,9 @@ impl Adapter for ProcessAdapter {
     }
 
     fn status(&self) -> Value {
-        let ProcessTier {
-            link,
-            options,
-            counters,
-            ..
-        } = &*self.shared;
-        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let ProcessTier { link, options, .. } = &*self.shared;
         let (problem, session) = (link.problem(), link.current());
-        json!({
+        let mut status = json!({
             "is_healthy": problem.is_none(),
             "type": "process",
             "socket_path": options.socket_path,
@@ -476,11 +447,9 @@ impl Adapter for ProcessAdapter {
             "shared_memory_bytes": options.shared_memory_bytes,
             "shared_memory_used_bytes": session.as_ref().map_or(0, |session| session.segment.used()),
             "command_restarts": link.restarts(),
-            "unverified_loads": count(&counters.unverified),
-            "corrupt_objects": count(&counters.corrupt),
-            "other_layout_loads": count(&counters.other_layout),
-            "missing_layout_lookups": count(&counters.no_layout),
-        })
+        });
+        self.shared.counters.show(&mut status);
+        status
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {

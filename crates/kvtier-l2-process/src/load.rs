@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use super::message::{self, LoadEntry, ObjectResult, Request};
-use super::metadata::{self, Metadata};
+use super::metadata::{self, count};
 use super::session::{ProcessConnection, RequestClass};
-use super::{Group, GroupItem, ProcessTier, Results, copying, count, footprint};
+use super::{Group, GroupItem, ProcessTier, Results, copying, footprint};
 use kvtier_l2::{ErrorKind, L2Error, LoadItem, Loaded, ObjectSpec};
 
 /// An object that the tier says is in the segment.
-struct Written {
+struct WrittenObject {
     number: usize,
     item: LoadItem,
     at: u64,
@@ -49,7 +49,7 @@ pub(super) async fn load(
     for ((GroupItem { number, item, .. }, entry), at) in group.into_iter().zip(entries).zip(places)
     {
         match expected_sum(&tier, &item.object, entry) {
-            Ok(sum) => written.push(Written {
+            Ok(sum) => written.push(WrittenObject {
                 number,
                 item,
                 at,
@@ -57,7 +57,7 @@ pub(super) async fn load(
             }),
             Err(error) => {
                 if error.kind() == ErrorKind::Corrupt {
-                    tier.set_damaged(&item.object.key);
+                    tier.damaged.insert(&item.object.key);
                 }
                 results.push((number, Err(error)));
             }
@@ -67,7 +67,7 @@ pub(super) async fn load(
         return Ok(results);
     };
     let work = move || {
-        let copy = |written: Written| {
+        let copy = |written: WrittenObject| {
             let to = &written.item.to;
             let sum = slot.memory().copy_out(written.at, to.arena(), to.extent());
             (written, sum)
@@ -86,7 +86,8 @@ pub(super) async fn load(
             }
             (Ok(found), Some(sum)) if found == sum => Ok(Loaded { verified: true }),
             (Ok(_), Some(_)) => {
-                tier.set_damaged(&written.item.object.key);
+                count(&tier.counters.corrupt);
+                tier.damaged.insert(&written.item.object.key);
                 let what = "load: the object is not what was stored";
                 Err(tier.link.error(ErrorKind::Corrupt, what))
             }
@@ -107,6 +108,9 @@ fn expected_sum(
         return error(ErrorKind::NotFound, "load: there is no such object");
     };
     if let Some(failure) = entry.failure("load") {
+        if failure.kind() == ErrorKind::Corrupt {
+            count(&tier.counters.corrupt);
+        }
         return error(failure.kind(), &failure.to_string());
     }
     let Some(len) = entry.len else {
@@ -120,20 +124,7 @@ fn expected_sum(
         let what = format!("load: the object has {len} bytes instead of {}", object.len);
         return error(ErrorKind::NotFound, &what);
     }
-    match metadata::of(entry.meta(), object) {
-        Metadata::Of(sum) => Ok(Some(sum)),
-        Metadata::None if !tier.needs_layout() => Ok(None),
-        Metadata::None => {
-            count(&tier.counters.no_layout);
-            error(ErrorKind::NotFound, "load: the object has no layout")
-        }
-        Metadata::Other => {
-            count(&tier.counters.other_layout);
-            error(ErrorKind::NotFound, "load: the object is of another layout")
-        }
-        Metadata::Damaged => error(
-            ErrorKind::Corrupt,
-            "load: the metadata of the object is damaged",
-        ),
-    }
+    let metadata = metadata::of(entry.meta(), object);
+    let sum = tier.counters.expected_sum(metadata, tier.needs_layout());
+    sum.map_err(|(kind, what)| tier.link.error(kind, what))
 }

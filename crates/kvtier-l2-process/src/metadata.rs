@@ -1,7 +1,7 @@
 //! Metadata of an object in the answers of a tier.
 
 use kvtier_l2::ObjectSpec;
-pub(super) use kvtier_l2::metadata::{Metadata, encode};
+pub(super) use kvtier_l2::metadata::{Metadata, MetadataCounters, count, encode};
 
 /// Reads what a tier returned for an object.
 pub(super) fn of(text: Option<&str>, object: &ObjectSpec) -> Metadata {

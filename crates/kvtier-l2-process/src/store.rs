@@ -8,7 +8,7 @@ use super::{Group, GroupItem, ProcessTier, Results, copying, footprint, metadata
 use kvtier_l2::{ErrorKind, L2Error, StoreItem, Stored};
 
 /// An object in the segment.
-struct Copied {
+struct CopiedObject {
     number: usize,
     name: String,
     item: StoreItem,
@@ -31,7 +31,7 @@ pub(super) async fn store(
         for GroupItem { number, name, item } in group {
             let (from, len) = (&item.from, item.object.len);
             match slot.memory().copy_in(at, from.arena(), from.extent()) {
-                Ok(sum) => copied.push(Copied {
+                Ok(sum) => copied.push(CopiedObject {
                     number,
                     name,
                     at,

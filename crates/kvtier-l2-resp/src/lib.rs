@@ -39,10 +39,12 @@ use command::Commands;
 use endpoint::Endpoint;
 use kvtier_l2::{
     Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, L2Error, ListPage, Listed, LoadItem,
-    Loaded, ObjectSpec, Recovered, StoreItem, Stored, key_digest,
-    trailer::{self, Trailer},
+    Loaded, ObjectSpec, Recovered, StoreItem, Stored,
+    metadata::{Metadata, MetadataCounters},
+    trailer,
 };
-use names::Named;
+use listing::{NodeScan, free_bytes_of};
+use names::KeyedItem;
 use nodes::Nodes;
 use pool::CommandClass;
 use reply::Value;
@@ -102,32 +104,8 @@ pub struct RespAdapter {
     kind: &'static str,
     options: Arc<RespOptions>,
     nodes: Nodes,
-    counters: Counters,
-}
-
-#[derive(Default)]
-struct Counters {
-    unverified: AtomicU64,
-    corrupt: AtomicU64,
-    other_layout: AtomicU64,
-    no_layout: AtomicU64,
+    counters: MetadataCounters,
     failed_lookups: AtomicU64,
-}
-
-fn count(counter: &AtomicU64) {
-    counter.fetch_add(1, Ordering::Relaxed);
-}
-
-/// What is known of a stored object beside its bytes.
-enum Companion {
-    /// Nothing.
-    None,
-    /// The checksum of its bytes.
-    Of(u128),
-    /// Companion of another layout.
-    Other,
-    /// Damaged companion.
-    Damaged,
 }
 
 impl RespAdapter {
@@ -139,12 +117,17 @@ impl RespAdapter {
             kind,
             nodes: Nodes::open(&options),
             options,
-            counters: Counters::default(),
+            counters: MetadataCounters::default(),
+            failed_lookups: AtomicU64::new(0),
         }
     }
 
-    fn named<'a, T>(&self, items: &'a [T], key: impl Fn(&T) -> &ObjectKey) -> Vec<Named<'a, T>> {
-        let named = |item| Named::new(&self.options.key_prefix, key(item), item);
+    fn named<'a, T>(
+        &self,
+        items: &'a [T],
+        key: impl Fn(&T) -> &ObjectKey,
+    ) -> Vec<KeyedItem<'a, T>> {
+        let named = |item| KeyedItem::new(&self.options.key_prefix, key(item), item);
         items.iter().map(named).collect()
     }
 
@@ -155,14 +138,8 @@ impl RespAdapter {
 
     /// Whether the buffer is one for the object: a connection is lost if it cannot move what it has to.
     fn check(&self, object: &ObjectSpec, buffer: &Buffer) -> Result<(), L2Error> {
-        if buffer.len() != object.len {
-            let what = format!("a buffer of {} bytes for {}", buffer.len(), object.len);
-            return Err(self.error(ErrorKind::Refused, &what));
-        }
-        match buffer.arena().address(buffer.extent(), 0, buffer.len()) {
-            Ok(_) => Ok(()),
-            Err(error) => Err(self.error(ErrorKind::Memory, &error.to_string())),
-        }
+        let checked = buffer.check(object.len);
+        checked.map_err(|error| self.error(error.kind(), &error.to_string()))
     }
 
     fn companion(
@@ -170,24 +147,15 @@ impl RespAdapter {
         object: &ObjectSpec,
         node: &Endpoint,
         value: &Value,
-    ) -> Result<Companion, L2Error> {
+    ) -> Result<Metadata, L2Error> {
         let bytes = match value {
-            Value::Bulk(None) => return Ok(Companion::None),
+            Value::Bulk(None) => return Ok(Metadata::None),
             Value::Bulk(Some(bytes)) => bytes,
-            Value::Error(text) if errors::code(text) == "WRONGTYPE" => return Ok(Companion::None),
+            Value::Error(text) if errors::code(text) == "WRONGTYPE" => return Ok(Metadata::None),
             Value::Error(text) => return Err(errors::of(node, text)),
             _ => return Err(node.unexpected()),
         };
-        if bytes.len() != trailer::LEN {
-            return Ok(Companion::Damaged);
-        }
-        Ok(match Trailer::decode(bytes) {
-            None => Companion::Damaged,
-            Some(found) if found.is_of(object, key_digest(&object.key)) => {
-                Companion::Of(found.data)
-            }
-            Some(_) => Companion::Other,
-        })
+        Ok(Metadata::of_trailer(bytes, object))
     }
 
     /// Time to live of a companion, in seconds; each load renews it.
@@ -216,9 +184,9 @@ impl Adapter for RespAdapter {
     fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
         Box::pin(async move {
             let items = self.named(&batch, |item| &item.object.key);
-            let write = |named: &_, commands: &mut _| self.write_store(named, commands);
-            let read = |named: &Named<'_, _>, node: &Endpoint, replies| {
-                self.read_store(named, node, node.values_of(replies)?)
+            let write = |named: &_, commands: &mut _| store::write(self, named, commands);
+            let read = |named: &KeyedItem<'_, _>, node: &Endpoint, replies| {
+                store::read(self, named, node, node.values_of(replies)?)
             };
             let ask = self.nodes.ask(CommandClass::Values, 1, &items, write, read);
             ask.await
@@ -228,12 +196,12 @@ impl Adapter for RespAdapter {
     fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
         Box::pin(async move {
             let items = self.named(&batch, |object| &object.key);
-            let write = |named: &Named<'_, _>, commands: &mut Commands| {
-                self.write_lookup(named, commands);
+            let write = |named: &KeyedItem<'_, _>, commands: &mut Commands| {
+                load::write_lookup(self, named, commands);
                 Ok(())
             };
-            let read = |named: &Named<'_, ObjectSpec>, node: &Endpoint, replies| {
-                self.read_lookup(named.item, node, &node.values_of(replies)?)
+            let read = |named: &KeyedItem<'_, ObjectSpec>, node: &Endpoint, replies| {
+                load::read_lookup(self, named.item, node, &node.values_of(replies)?)
             };
             let ask = self
                 .nodes
@@ -244,9 +212,7 @@ impl Adapter for RespAdapter {
             }
             // A node that is away, or a key that cannot be there, costs no others.
             let failed = found.iter().filter(|found| found.is_err()).count() as u64;
-            self.counters
-                .failed_lookups
-                .fetch_add(failed, Ordering::Relaxed);
+            self.failed_lookups.fetch_add(failed, Ordering::Relaxed);
             Ok(found
                 .into_iter()
                 .map(|found| found.unwrap_or(None))
@@ -257,9 +223,9 @@ impl Adapter for RespAdapter {
     fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
         Box::pin(async move {
             let items = self.named(&batch, |item| &item.object.key);
-            let write = |named: &_, commands: &mut _| self.write_load(named, commands);
-            let read = |named: &Named<'_, LoadItem>, node: &Endpoint, replies| {
-                self.read_load(named.item, node, replies)
+            let write = |named: &_, commands: &mut _| load::write_load(self, named, commands);
+            let read = |named: &KeyedItem<'_, LoadItem>, node: &Endpoint, replies| {
+                load::read_load(self, named.item, node, replies)
             };
             let ask = self.nodes.ask(CommandClass::Values, 1, &items, write, read);
             ask.await
@@ -269,13 +235,13 @@ impl Adapter for RespAdapter {
     fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
         Box::pin(async move {
             let items = self.named(&keys, |key| key);
-            let write = |named: &Named<'_, _>, commands: &mut Commands| {
+            let write = |named: &KeyedItem<'_, _>, commands: &mut Commands| {
                 // In this order: another server's store in between leaves no object without a companion.
                 commands.push(&[b"UNLINK", named.companion.as_bytes()]);
                 commands.push(&[b"UNLINK", named.key.as_bytes()]);
                 Ok(())
             };
-            let read = |_: &Named<'_, _>, node: &Endpoint, replies| {
+            let read = |_: &KeyedItem<'_, _>, node: &Endpoint, replies| {
                 let values = node.values_of(replies)?;
                 for value in &values {
                     if let Value::Error(text) = value {
@@ -295,7 +261,7 @@ impl Adapter for RespAdapter {
     }
 
     fn list(&self, from: Option<String>, limit: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
-        Box::pin(async move { Ok(self.page(from.as_deref(), limit).await?.0) })
+        Box::pin(async move { Ok(listing::page(self, from.as_deref(), limit).await?.0) })
     }
 
     fn recover<'a>(
@@ -313,8 +279,11 @@ impl Adapter for RespAdapter {
                 is_more_wanted
             };
             for node in &nodes {
-                let scan = self.recover_from(node, &found);
-                match scan.await {
+                let scan = NodeScan {
+                    adapter: self,
+                    node,
+                };
+                match scan.recover(&found).await {
                     Ok(of_node) => {
                         recovered.foreign += of_node.foreign;
                         recovered.objects += of_node.objects;
@@ -356,7 +325,10 @@ impl Adapter for RespAdapter {
             for answer in answers {
                 match answer {
                     Ok(values) => {
-                        least = self.free_bytes_of(&values).into_iter().chain(least).min()
+                        least = free_bytes_of(&self.options, &values)
+                            .into_iter()
+                            .chain(least)
+                            .min()
                     }
                     Err(error) => failed = Some(error),
                 }
@@ -372,9 +344,7 @@ impl Adapter for RespAdapter {
 
     fn status(&self) -> Json {
         let health = self.nodes.health();
-        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let counters = &self.counters;
-        json!({
+        let mut status = json!({
             "is_healthy": health.all > 0 && health.down == 0,
             "type": self.kind,
             "addresses": self.options.addresses.iter().map(Address::to_string).collect::<Vec<_>>(),
@@ -386,12 +356,10 @@ impl Adapter for RespAdapter {
             "connected": health.up,
             "error": health.error.map(|error| error.to_string()),
             "companion_sums": self.options.companion_sums,
-            "unverified_loads": count(&counters.unverified),
-            "corrupt_objects": count(&counters.corrupt),
-            "other_layout_loads": count(&counters.other_layout),
-            "missing_layout_lookups": count(&counters.no_layout),
-            "failed_lookups": count(&counters.failed_lookups),
-        })
+            "failed_lookups": self.failed_lookups.load(Ordering::Relaxed),
+        });
+        self.counters.show(&mut status);
+        status
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {

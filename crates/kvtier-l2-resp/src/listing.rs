@@ -10,7 +10,7 @@ use super::command::Commands;
 use super::names::{is_companion, unprefixed};
 use super::pool::ConnectionPool;
 use super::reply::Value;
-use super::{RespAdapter, errors};
+use super::{RespAdapter, RespOptions, errors};
 use kvtier_l2::{
     Adapter as _, BoxFuture, ErrorKind, L2Error, ListPage, Listed, Recovered, recover_pages,
 };
@@ -24,63 +24,68 @@ const RECOVERY_PAGE: usize = 1000;
 /// Keys that are asked about in one round trip.
 const KEYS_PER_PART: usize = 512;
 
-impl RespAdapter {
-    /// A page of a scan from a position on: objects with their lengths and idle times, the number of keys of others, and the
-    /// next position. That is the cursor of a node and its address, as in `17@10.0.0.1:6379`; nodes come by address.
-    pub(super) async fn page(
-        &self,
-        position: Option<&str>,
-        limit: usize,
-    ) -> Result<(ListPage, u64), L2Error> {
-        let nodes = self.nodes.primaries().await?;
-        let (at, cursor) = match position {
-            None => (0, "0"),
-            Some(position) => self.start(&nodes, position)?,
-        };
-        let node = &nodes[at];
-        let (objects, next, foreign) = self.page_of(node, cursor, limit).await?;
-        let next = match (&*next, nodes.get(at + 1)) {
-            ("0", None) => None,
-            ("0", Some(next)) => Some(format!("0@{}", next.endpoint.name())),
-            (cursor, _) => Some(format!("{cursor}@{}", node.endpoint.name())),
-        };
-        Ok((ListPage { objects, next }, foreign))
-    }
+/// A page of a scan from a position on: objects with their lengths and idle times, the number of keys of others, and the
+/// next position. That is the cursor of a node and its address, as in `17@10.0.0.1:6379`; nodes come by address.
+pub(super) async fn page(
+    adapter: &RespAdapter,
+    position: Option<&str>,
+    limit: usize,
+) -> Result<(ListPage, u64), L2Error> {
+    let nodes = adapter.nodes.primaries().await?;
+    let (at, cursor) = match position {
+        None => (0, "0"),
+        Some(position) => start(adapter, &nodes, position)?,
+    };
+    let node = &nodes[at];
+    let (objects, next, foreign) = NodeScan { adapter, node }.page(cursor, limit).await?;
+    let next = match (&*next, nodes.get(at + 1)) {
+        ("0", None) => None,
+        ("0", Some(next)) => Some(format!("0@{}", next.endpoint.name())),
+        (cursor, _) => Some(format!("{cursor}@{}", node.endpoint.name())),
+    };
+    Ok((ListPage { objects, next }, foreign))
+}
 
-    /// The node of a position, and the cursor there.
-    fn start<'a>(
-        &self,
-        nodes: &[Arc<ConnectionPool>],
-        position: &'a str,
-    ) -> Result<(usize, &'a str), L2Error> {
-        let is_cursor = |text: &str| text.parse::<u64>().is_ok();
-        let Some((cursor, address)) = position.split_once('@').filter(|it| is_cursor(it.0)) else {
-            let what =
-                format!("{position:?} is no position of a listing; give one that it returned");
-            return Err(self.error(ErrorKind::Refused, &what));
-        };
-        match nodes
-            .iter()
-            .position(|node| node.endpoint.name() == address)
-        {
-            Some(at) => Ok((at, cursor)),
-            None => {
-                let what = format!("{position:?}: that node has left; begin the listing again");
-                Err(self.error(ErrorKind::Refused, &what))
-            }
+/// The node of a position, and the cursor there.
+fn start<'a>(
+    adapter: &RespAdapter,
+    nodes: &[Arc<ConnectionPool>],
+    position: &'a str,
+) -> Result<(usize, &'a str), L2Error> {
+    let is_cursor = |text: &str| text.parse::<u64>().is_ok();
+    let Some((cursor, address)) = position.split_once('@').filter(|it| is_cursor(it.0)) else {
+        let what = format!("{position:?} is no position of a listing; give one that it returned");
+        return Err(adapter.error(ErrorKind::Refused, &what));
+    };
+    match nodes
+        .iter()
+        .position(|node| node.endpoint.name() == address)
+    {
+        Some(at) => Ok((at, cursor)),
+        None => {
+            let what = format!("{position:?}: that node has left; begin the listing again");
+            Err(adapter.error(ErrorKind::Refused, &what))
         }
     }
+}
 
-    /// A page of one node.
-    async fn page_of(
+/// Scan of the keys of one node.
+pub(super) struct NodeScan<'a> {
+    pub(super) adapter: &'a RespAdapter,
+    pub(super) node: &'a ConnectionPool,
+}
+
+impl NodeScan<'_> {
+    /// A page from a cursor on.
+    async fn page(
         &self,
-        node: &ConnectionPool,
         cursor: &str,
         limit: usize,
     ) -> Result<(Vec<Listed>, String, u64), L2Error> {
+        let (node, options) = (self.node, &self.adapter.options);
         let mut commands = Commands::default();
         let count = limit.clamp(1, MAX_LIST_PAGE).to_string();
-        let pattern = match &*self.options.key_prefix {
+        let pattern = match &*options.key_prefix {
             "" => "*@*@*@*".to_owned(),
             prefix => format!("{}@*@*@*@*", escaped(prefix)),
         };
@@ -107,11 +112,11 @@ impl RespAdapter {
             let Value::Bulk(Some(key)) = key else {
                 return Err(node.endpoint.unexpected());
             };
-            match self.parse(&key) {
+            match parse(&options.key_prefix, &key) {
                 Some(object) if seen.insert(object.clone()) => known.push((object, key)),
                 Some(_) => {}
                 None => {
-                    let name = unprefixed(&self.options.key_prefix, &key);
+                    let name = unprefixed(&options.key_prefix, &key);
                     foreign += u64::from(!name.is_some_and(is_companion));
                 }
             }
@@ -141,7 +146,7 @@ impl RespAdapter {
                 };
                 objects.push(Listed {
                     key: key.clone(),
-                    bytes: self.size_of(length.unsigned_abs()),
+                    bytes: self.adapter.size_of(length.unsigned_abs()),
                     used_at: now.saturating_sub(idle),
                 });
             }
@@ -152,65 +157,65 @@ impl RespAdapter {
 
     /// Passes all objects of a node to `found`, until that returns false. An object may come twice, as the server makes its table
     /// larger or a slot moves.
-    pub(super) async fn recover_from(
+    pub(super) async fn recover(
         &self,
-        node: &ConnectionPool,
         found: &(dyn Fn(Vec<Listed>) -> bool + Send + Sync),
     ) -> Result<Recovered, L2Error> {
         let page = |cursor: Option<String>| -> BoxFuture<'_, _> {
             Box::pin(async move {
                 let cursor = cursor.as_deref().unwrap_or("0");
-                let (objects, next, foreign) = self.page_of(node, cursor, RECOVERY_PAGE).await?;
+                let (objects, next, foreign) = self.page(cursor, RECOVERY_PAGE).await?;
                 let next = (next != "0").then_some(next);
                 Ok((ListPage { objects, next }, foreign))
             })
         };
         let circles = || {
             let what = "the server goes round in circles in a scan of its keys";
-            node.endpoint.error(ErrorKind::Unavailable, &what)
+            let endpoint = &self.node.endpoint;
+            endpoint.error(ErrorKind::Unavailable, &what)
         };
         recover_pages(page, found, circles).await
     }
+}
 
-    /// Free bytes of one node by its reply to `INFO memory`, if it has a bound.
-    pub(super) fn free_bytes_of(&self, values: &[Value]) -> Option<u64> {
-        let Some(Value::Bulk(Some(text))) = values.first() else {
-            // It may not be allowed.
-            return None;
+/// Free bytes of one node by its reply to `INFO memory`, if it has a bound.
+pub(super) fn free_bytes_of(options: &RespOptions, values: &[Value]) -> Option<u64> {
+    let Some(Value::Bulk(Some(text))) = values.first() else {
+        // It may not be allowed.
+        return None;
+    };
+    let text = String::from_utf8_lossy(text);
+    let field = |name: &str| {
+        let value = |line: &'_ str| {
+            Some(
+                line.strip_prefix(name)?
+                    .strip_prefix(':')?
+                    .trim()
+                    .to_owned(),
+            )
         };
-        let text = String::from_utf8_lossy(text);
-        let field = |name: &str| {
-            let value = |line: &'_ str| {
-                Some(
-                    line.strip_prefix(name)?
-                        .strip_prefix(':')?
-                        .trim()
-                        .to_owned(),
-                )
-            };
-            text.lines().find_map(value)
-        };
-        let number = |name| field(name)?.parse::<u64>().ok();
-        // A server that evicts makes space by itself, when something is stored.
-        let evicts = match field("maxmemory_policy").as_deref() {
-            None | Some("noeviction") => false,
-            Some(policy) => policy.starts_with("allkeys") || self.options.ttl_seconds.is_some(),
-        };
-        match (number("maxmemory"), number("used_memory")) {
-            (Some(most @ 1..), Some(used)) if !evicts => Some(most.saturating_sub(used)),
-            _ => None,
-        }
+        text.lines().find_map(value)
+    };
+    let number = |name| field(name)?.parse::<u64>().ok();
+    // A server that evicts makes space by itself, when something is stored.
+    let evicts = match field("maxmemory_policy").as_deref() {
+        None | Some("noeviction") => false,
+        Some(policy) => policy.starts_with("allkeys") || options.ttl_seconds.is_some(),
+    };
+    match (number("maxmemory"), number("used_memory")) {
+        (Some(most @ 1..), Some(used)) if !evicts => Some(most.saturating_sub(used)),
+        _ => None,
     }
+}
 
-    /// The object of a key; none if it is of something else.
-    fn parse(&self, key: &[u8]) -> Option<ObjectKey> {
-        let name = unprefixed(&self.options.key_prefix, key)?;
-        if is_companion(name) {
-            return None;
-        }
-        let name = std::str::from_utf8(name).ok()?;
-        ObjectKey::parse_name(name, Some(KeyShape::Grouped)).ok()
+/// The object of a key; none if it is of something else.
+fn parse(prefix: &str, key: &[u8]) -> Option<ObjectKey> {
+    let name = unprefixed(prefix, key)?;
+    if is_companion(name) {
+        return None;
     }
+    let name = std::str::from_utf8(name).ok()?;
+    ObjectKey::parse_name(name, Some(KeyShape::Grouped)).ok()
 }
 
 /// `text` as a pattern that only `text` matches.

@@ -8,13 +8,13 @@ use super::slots;
 pub(super) const COMPANION: &str = "kvtier.sum@";
 
 /// Something about an object, with its keys.
-pub(super) struct Named<'a, T> {
+pub(super) struct KeyedItem<'a, T> {
     pub(super) item: &'a T,
     pub(super) key: String,
     pub(super) companion: String,
 }
 
-impl<'a, T> Named<'a, T> {
+impl<'a, T> KeyedItem<'a, T> {
     /// `prefix` is put before both keys with an `@`, unless it is empty.
     pub(super) fn new(prefix: &str, of: &ObjectKey, item: &'a T) -> Self {
         let name = of.text().name(KeyShape::Grouped);
@@ -72,7 +72,7 @@ mod tests {
             ("", "org/model", "a}b", false),
         ] {
             let key = ObjectKey::new(ChunkHash([3; 32]), model, 0x0100_0100, 0, salt).unwrap();
-            let named = Named::new(prefix, &key, &());
+            let named = KeyedItem::new(prefix, &key, &());
             assert_eq!(named.has_one_slot(), has_one_slot, "{}", named.companion);
             let name = unprefixed(prefix, named.companion.as_bytes()).unwrap();
             assert!(is_companion(name));

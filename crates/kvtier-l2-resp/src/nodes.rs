@@ -14,7 +14,7 @@ use super::cluster::Cluster;
 use super::command::{Commands, RespReply};
 use super::endpoint::{Endpoint, MAX_CONNECTING};
 use super::errors;
-use super::names::Named;
+use super::names::KeyedItem;
 use super::pool::{CommandClass, ConnectionPool, Health, Waiting, ended};
 use super::reply::Value;
 use super::slots::Redirect;
@@ -84,11 +84,11 @@ impl Nodes {
     /// moved to another node. `read` is called as soon as the replies about an item are there, as many as it has commands.
     pub(super) async fn ask<'a, I, T>(
         &self,
-        lane: CommandClass,
+        class: CommandClass,
         per_call: usize,
-        items: &[Named<'a, I>],
-        write: impl Fn(&Named<'a, I>, &mut Commands) -> Result<(), L2Error>,
-        read: impl Fn(&Named<'a, I>, &Endpoint, Vec<RespReply>) -> Result<T, L2Error>,
+        items: &[KeyedItem<'a, I>],
+        write: impl Fn(&KeyedItem<'a, I>, &mut Commands) -> Result<(), L2Error>,
+        read: impl Fn(&KeyedItem<'a, I>, &Endpoint, Vec<RespReply>) -> Result<T, L2Error>,
     ) -> Vec<Result<T, L2Error>> {
         let mut results: Vec<Option<Result<T, L2Error>>> = items.iter().map(|_| None).collect();
         let new = |at| UnansweredItem {
@@ -130,14 +130,14 @@ impl Nodes {
                 }
                 call.items.push((at, call.commands.replies - before));
                 if call.items.len() == per_call {
-                    sent.push(unsent.swap_remove(of_node).send(lane));
+                    sent.push(unsent.swap_remove(of_node).send(class));
                     // A checksum takes as long as a copy; and the connection sends these while the next are written.
                     tokio::task::yield_now().await;
                 }
             }
             unsent.retain(|call| !call.items.is_empty());
-            sent.extend(unsent.into_iter().map(|call| call.send(lane)));
-            if lane == CommandClass::Keys && matches!(self, Self::Cluster(_)) {
+            sent.extend(unsent.into_iter().map(|call| call.send(class)));
+            if class == CommandClass::Keys && matches!(self, Self::Cluster(_)) {
                 settle(&mut sent).await;
             }
             for (call, answer) in sent {
@@ -168,7 +168,7 @@ impl Nodes {
                             results[at] = Some(Err(endpoint.error(ErrorKind::Unavailable, what)));
                         }
                     }
-                    if lane == CommandClass::Values {
+                    if class == CommandClass::Values {
                         tokio::task::yield_now().await;
                     }
                 }
@@ -189,7 +189,7 @@ impl Nodes {
     /// The node of a key, and whether commands need ASKING there, as the slot is on its way to it.
     async fn node_of<I>(
         &self,
-        named: &Named<'_, I>,
+        named: &KeyedItem<'_, I>,
         redirect: Option<&Redirect>,
     ) -> Result<(Arc<ConnectionPool>, bool), L2Error> {
         match (self, redirect) {
@@ -342,8 +342,8 @@ impl NodeCall {
         }
     }
 
-    fn send(mut self, lane: CommandClass) -> (Self, NodeAnswer) {
-        let sent = self.node.send(lane, std::mem::take(&mut self.commands));
+    fn send(mut self, class: CommandClass) -> (Self, NodeAnswer) {
+        let sent = self.node.send(class, std::mem::take(&mut self.commands));
         let answer = sent.map_or_else(|error| NodeAnswer::Got(Err(error)), NodeAnswer::Waiting);
         (self, answer)
     }

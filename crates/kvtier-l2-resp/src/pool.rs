@@ -77,7 +77,7 @@ impl ConnectionPool {
     ///
     /// # Errors
     /// If there is no connection, that of the last attempt to make one.
-    pub(super) fn send(&self, lane: CommandClass, commands: Commands) -> Result<Waiting, L2Error> {
+    pub(super) fn send(&self, class: CommandClass, commands: Commands) -> Result<Waiting, L2Error> {
         let open = self.open.lock();
         let Some(connections) = &*open else {
             return Err(L2Error::new(
@@ -85,7 +85,7 @@ impl ConnectionPool {
                 "the adapter is closed",
             ));
         };
-        let among = match lane {
+        let among = match class {
             CommandClass::Values => &connections.values[..],
             CommandClass::Keys => std::slice::from_ref(&connections.keys),
         };

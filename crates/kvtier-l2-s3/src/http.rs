@@ -90,7 +90,7 @@ pub(super) struct Response<'a> {
 }
 
 /// Why there is no response.
-enum Failed {
+enum HttpFailure {
     /// The connection was closed before the first byte of it.
     Closed(L2Error),
     Other(L2Error),
@@ -143,13 +143,13 @@ impl Http {
     pub(super) async fn send(&self, request: &Outbound) -> Result<Response<'_>, L2Error> {
         if let Some(connection) = self.kept().await {
             match self.send_on(connection, request).await {
-                Err(Failed::Closed(_)) if request.is_idempotent => {}
-                Err(Failed::Closed(error) | Failed::Other(error)) => return Err(error),
+                Err(HttpFailure::Closed(_)) if request.is_idempotent => {}
+                Err(HttpFailure::Closed(error) | HttpFailure::Other(error)) => return Err(error),
                 Ok(response) => return Ok(response),
             }
         }
         match self.send_on(self.connect().await?, request).await {
-            Err(Failed::Closed(error) | Failed::Other(error)) => Err(error),
+            Err(HttpFailure::Closed(error) | HttpFailure::Other(error)) => Err(error),
             Ok(response) => Ok(response),
         }
     }
@@ -213,7 +213,7 @@ impl Http {
         &self,
         mut connection: Connection,
         request: &Outbound,
-    ) -> Result<Response<'_>, Failed> {
+    ) -> Result<Response<'_>, HttpFailure> {
         let sent = Arc::new(AtomicU64::new(0));
         let mut outgoing = hyper::Request::builder()
             .method(request.method)
@@ -223,7 +223,7 @@ impl Http {
         }
         let outgoing = outgoing.body(Outgoing::new(request.content.clone(), &sent));
         let outgoing = outgoing.map_err(|error| {
-            Failed::Other(self.error(ErrorKind::Refused, &format!("request: {error}")))
+            HttpFailure::Other(self.error(ErrorKind::Refused, &format!("request: {error}")))
         })?;
         let response = connection.sender.send_request(outgoing);
         let mut response = std::pin::pin!(response);
@@ -237,7 +237,7 @@ impl Http {
                     let now = sent.load(Ordering::Relaxed);
                     let is_silent = std::mem::replace(&mut before, now) == now;
                     if is_silent || Instant::now() >= until {
-                        return Err(Failed::Other(self.silent()));
+                        return Err(HttpFailure::Other(self.silent()));
                     }
                 }
             }
@@ -260,10 +260,10 @@ impl Http {
         }
     }
 
-    fn failed(&self, error: &hyper::Error) -> Failed {
+    fn failed(&self, error: &hyper::Error) -> HttpFailure {
         let source = std::error::Error::source(error);
         if let Some(own) = source.and_then(|source| source.downcast_ref::<L2Error>()) {
-            return Failed::Other(own.clone());
+            return HttpFailure::Other(own.clone());
         }
         let cause = source.map_or_else(String::new, |source| format!(": {source}"));
         let what = self.error(ErrorKind::Unavailable, &format!("request: {error}{cause}"));
@@ -277,9 +277,9 @@ impl Http {
                 )
             });
         if error.is_canceled() || error.is_incomplete_message() || is_reset {
-            return Failed::Closed(what);
+            return HttpFailure::Closed(what);
         }
-        Failed::Other(what)
+        HttpFailure::Other(what)
     }
 
     /// When a body of `bytes` has to be moved.

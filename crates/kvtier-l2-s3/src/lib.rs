@@ -44,7 +44,7 @@ use kvtier_l2::{
     LoadItem, Loaded, ObjectSpec, Recovered, StoreItem, Stored,
 };
 use limit::S3Class;
-use metadata::Metadata;
+use metadata::MetadataCounters;
 
 pub use options::S3;
 pub use options::S3Options;
@@ -88,20 +88,9 @@ struct S3Bucket {
     deletes_singly: std::sync::atomic::AtomicBool,
     /// Objects that were found to be damaged: the next store replaces them.
     damaged: KeySet,
-    counters: Counters,
-}
-
-#[derive(Default)]
-struct Counters {
-    unverified: AtomicU64,
-    corrupt: AtomicU64,
-    other_layout: AtomicU64,
-    no_layout: AtomicU64,
+    counters: MetadataCounters,
+    /// Stores of objects that were there with the same bytes.
     skipped: AtomicU64,
-}
-
-fn count(counter: &AtomicU64) {
-    counter.fetch_add(1, Ordering::Relaxed);
 }
 
 impl S3Bucket {
@@ -128,14 +117,8 @@ impl S3Bucket {
 
     /// Whether the buffer is one for the object.
     fn check(&self, object: &ObjectSpec, buffer: &Buffer) -> Result<(), L2Error> {
-        if buffer.len() != object.len {
-            let what = format!("a buffer of {} bytes for {}", buffer.len(), object.len);
-            return Err(self.client.error(ErrorKind::Refused, &what));
-        }
-        match buffer.arena().address(buffer.extent(), 0, buffer.len()) {
-            Ok(_) => Ok(()),
-            Err(error) => Err(error.into()),
-        }
+        let checked = buffer.check(object.len);
+        checked.map_err(|error| self.client.error(error.kind(), &error.to_string()))
     }
 
     /// Whether bytes without a layout are no object's. Copies of a bucket may lose metadata, so what has none may be kvtier's
@@ -212,15 +195,11 @@ async fn lookup(
     let found = match response.status() {
         404 => None,
         200 if response.content_length() != Some(object.len) => None,
-        200 => match metadata::of(response, &object) {
-            Metadata::Of(_) => Some(object.len),
-            Metadata::None if !bucket.needs_layout() => Some(object.len),
-            Metadata::None => {
-                count(&bucket.counters.no_layout);
-                None
-            }
-            Metadata::Other | Metadata::Damaged => None,
-        },
+        200 => {
+            let metadata = metadata::of(response, &object);
+            let is_loadable = bucket.counters.is_loadable(metadata, bucket.needs_layout());
+            is_loadable.then_some(object.len)
+        }
         _ => return Err(answer.failure("lookup").await),
     };
     answer.response.end();
@@ -245,7 +224,8 @@ impl S3Adapter {
             require_checksum: options.require_checksum,
             deletes_singly: false.into(),
             damaged: KeySet::default(),
-            counters: Counters::default(),
+            counters: MetadataCounters::default(),
+            skipped: AtomicU64::new(0),
         };
         Self {
             bucket: Arc::new(bucket),
@@ -315,13 +295,10 @@ impl Adapter for S3Adapter {
     }
 
     fn status(&self) -> Json {
-        let S3Bucket {
-            client, counters, ..
-        } = &*self.bucket;
-        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let client = &self.bucket.client;
         let (limit, in_flight) = client.limit.now();
         let problem = client.problem();
-        json!({
+        let mut status = json!({
             "is_healthy": problem.is_none(),
             "type": "s3",
             "endpoint": client.place.authority,
@@ -331,12 +308,10 @@ impl Adapter for S3Adapter {
             "requests_in_flight": in_flight,
             "requests_limit": limit,
             "idle_connections": client.idle(),
-            "skipped_stores": count(&counters.skipped),
-            "unverified_loads": count(&counters.unverified),
-            "corrupt_objects": count(&counters.corrupt),
-            "other_layout_loads": count(&counters.other_layout),
-            "missing_layout_lookups": count(&counters.no_layout),
-        })
+            "skipped_stores": self.bucket.skipped.load(Ordering::Relaxed),
+        });
+        self.bucket.counters.show(&mut status);
+        status
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {

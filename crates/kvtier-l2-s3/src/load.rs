@@ -6,8 +6,8 @@ use hyper::body::Bytes;
 use tokio::task::JoinSet;
 
 use super::client::{Call, S3Answer};
-use super::metadata::{self, Metadata};
-use super::{MAX_ANSWER, Open, S3Bucket, count};
+use super::metadata::{self, count};
+use super::{MAX_ANSWER, Open, S3Bucket};
 use kvtier_l2::{ErrorKind, L2Error, LoadItem, Loaded};
 
 /// Bytes from an offset on.
@@ -190,21 +190,10 @@ impl Download {
 
     /// Returns the checksum that the bytes of a response have to have, `None` if nothing is known and that is allowed.
     fn expected_sum(&self, answer: &S3Answer<'_>) -> Result<Option<u128>, L2Error> {
-        let counters = &self.bucket.counters;
-        let (counter, what) = match metadata::of(&answer.response, &self.item.object) {
-            Metadata::Of(sum) => return Ok(Some(sum)),
-            Metadata::None if !self.bucket.needs_layout() => return Ok(None),
-            Metadata::None => (&counters.no_layout, "load: the object has no layout"),
-            Metadata::Other => (
-                &counters.other_layout,
-                "load: the object is of another layout",
-            ),
-            Metadata::Damaged => {
-                return Err(self.corrupt("load: the metadata of the object is damaged"));
-            }
-        };
-        count(counter);
-        Err(self.bucket.client.error(ErrorKind::NotFound, what))
+        let metadata = metadata::of(&answer.response, &self.item.object);
+        let (counters, needs_layout) = (&self.bucket.counters, self.bucket.needs_layout());
+        let sum = counters.expected_sum(metadata, needs_layout);
+        sum.map_err(|(kind, what)| self.bucket.client.error(kind, what))
     }
 
     /// Writes the body of a response to `span` of the buffer.

@@ -3,7 +3,7 @@
 
 use super::http::Response;
 use kvtier_l2::ObjectSpec;
-pub(super) use kvtier_l2::metadata::{Metadata, encode};
+pub(super) use kvtier_l2::metadata::{Metadata, MetadataCounters, count, encode};
 
 /// Header of the metadata.
 pub(super) const HEADER: &str = "x-amz-meta-kvtier";

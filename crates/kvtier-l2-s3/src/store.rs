@@ -14,7 +14,7 @@ use tokio::time::timeout;
 use super::client::{Call, Client};
 use super::content::Content;
 use super::metadata::{self, Metadata};
-use super::{MAX_ANSWER, Open, S3Bucket, count, xml};
+use super::{MAX_ANSWER, Open, S3Bucket, xml};
 use kvtier_l2::{Buffer, ErrorKind, L2Error, ObjectSpec, StoreItem, Stored};
 
 /// Most parts of an upload.
@@ -195,7 +195,7 @@ pub(super) async fn store(
     let before = before(&bucket.client, &key, object, sum).await?;
     // What a load has found to be damaged has the right metadata.
     if matches!(before, Before::Equal) && !bucket.damaged.contains(&object.key) {
-        count(&bucket.counters.skipped);
+        metadata::count(&bucket.skipped);
         return Ok(Stored::AlreadyThere(object.len));
     }
     let mut headers = bucket.object_headers.clone();

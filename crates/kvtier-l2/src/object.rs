@@ -136,6 +136,16 @@ impl Buffer {
         }
     }
 
+    /// Checks that it is as long as its object, and that its memory has an address.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Refused`] or [`ErrorKind::Memory`] if not.
+    pub fn check(&self, len: u64) -> Result<(), L2Error> {
+        self.check_len(len)?;
+        self.arena.address(self.extent, 0, len)?;
+        Ok(())
+    }
+
     /// Whether its memory begins at a multiple of `unit`, as I/O past the page cache needs.
     pub fn is_aligned(&self, unit: u64) -> bool {
         let start = self.arena.address(self.extent, 0, 0);

@@ -7,9 +7,9 @@ use kvtier_core::object_key::KeyShape;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
 
-use super::super::names::Named;
+use super::super::names::KeyedItem;
 use super::super::slots::{SLOTS, slot};
-use super::part::{Part, node_of};
+use super::part::{ClusterPart, node_of};
 use super::server::{Redis, redis, valkey};
 use super::*;
 use kvtier_l2::conformance::{object, run};
@@ -101,7 +101,10 @@ fn key_of(object: &ObjectSpec) -> String {
 // proves: docs/compare.md#redis-valkey
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_cluster_passes() {
-    run(Part::maker(cluster(0).0, |nodes| options(&nodes[1..2]))).await;
+    run(ClusterPart::maker(cluster(0).0, |nodes| {
+        options(&nodes[1..2])
+    }))
+    .await;
 }
 
 #[tokio::test]
@@ -111,7 +114,7 @@ async fn keys_are_on_their_nodes_with_their_companions() {
     let objects: Vec<_> = (0..40).map(|number| object(number, 1000)).collect();
     assert_eq!(kinds(store(&adapter, &memory, &objects).await), [None; 40]);
     for object in &objects {
-        let named = Named::new("", &object.key, &());
+        let named = KeyedItem::new("", &object.key, &());
         let node = node_of(&nodes, &named.key);
         assert_eq!(node.get(&named.key), Some(content(object)));
         assert!(node.get(&named.companion).is_some());
@@ -163,7 +166,7 @@ async fn check_migration(nodes: &[Redis]) {
     };
     let (old, new) = ([of(1)], [of(2)]);
     assert_eq!(kinds(store(&adapter, &memory, &old).await), [None]);
-    let named = Named::new("", &old[0].key, &());
+    let named = KeyedItem::new("", &old[0].key, &());
     let from = node_of(nodes, &named.key);
     let to = nodes.iter().find(|node| node.port != from.port).unwrap();
     begin_to_move(from, to, &named.key);
@@ -218,7 +221,7 @@ async fn object_and_companion_on_two_nodes_are_still_one() {
     for (number, moves_companion) in [(1, true), (2, false)] {
         let objects = [object(number, 3000)];
         assert_eq!(kinds(store(&adapter, &memory, &objects).await), [None]);
-        let named = Named::new("", &objects[0].key, &());
+        let named = KeyedItem::new("", &objects[0].key, &());
         let from = node_of(&nodes, &named.key);
         let to = nodes.iter().find(|node| node.port != from.port).unwrap();
         begin_to_move(from, to, &named.key);

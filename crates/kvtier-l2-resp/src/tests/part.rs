@@ -4,20 +4,20 @@ use std::sync::atomic::AtomicU32;
 
 use kvtier_core::object_key::ObjectKey;
 
-use super::super::names::Named;
+use super::super::names::KeyedItem;
 use super::super::slots::{SLOTS, slot};
 use super::server::Redis;
 use super::*;
 use kvtier_l2::conformance::{Damage, Subject};
 
 /// The part of a server or a cluster that has a prefix of its own.
-pub(super) struct Part {
+pub(super) struct ClusterPart {
     /// One server, or primaries with equal parts of the slots.
     nodes: Arc<Vec<Redis>>,
     options: RespOptions,
 }
 
-impl Part {
+impl ClusterPart {
     /// Makes parts of these servers.
     pub(super) fn maker(
         nodes: Vec<Redis>,
@@ -41,7 +41,7 @@ pub(super) fn node_of<'a>(nodes: &'a [Redis], key: &str) -> &'a Redis {
     &nodes[usize::from(slot(key.as_bytes())) * nodes.len() / usize::from(SLOTS)]
 }
 
-impl Subject for Part {
+impl Subject for ClusterPart {
     fn open(&self) -> BoxFuture<'_, Arc<dyn Adapter>> {
         Box::pin(async {
             let adapter: Arc<dyn Adapter> = Arc::new(RespAdapter::open("resp", &self.options));
@@ -54,7 +54,7 @@ impl Subject for Part {
     }
 
     fn damage(&self, key: &ObjectKey, how: Damage) -> bool {
-        let name = Named::new(&self.options.key_prefix, key, &()).key;
+        let name = KeyedItem::new(&self.options.key_prefix, key, &()).key;
         let node = node_of(&self.nodes, &name);
         let mut bytes = node.get(&name).unwrap();
         match how {

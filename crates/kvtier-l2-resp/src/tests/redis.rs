@@ -7,7 +7,7 @@ use kvtier_core::ChunkHash;
 use kvtier_core::object_key::KeyShape;
 
 use super::super::names::COMPANION;
-use super::part::Part;
+use super::part::ClusterPart;
 use super::server::{Redis, valkey};
 use super::*;
 use kvtier_l2::{
@@ -19,7 +19,7 @@ use kvtier_l2::{
 // proves: docs/troubleshoot.md#second-tiers
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_passes() {
-    run(Part::maker(vec![Redis::start(&[])], |nodes| {
+    run(ClusterPart::maker(vec![Redis::start(&[])], |nodes| {
         nodes[0].options()
     }))
     .await;
@@ -29,13 +29,13 @@ async fn a_server_passes() {
 async fn valkey_server_passes() {
     if let Some(program) = valkey("valkey_server_passes") {
         let server = Redis::start_program(&program, &[]);
-        run(Part::maker(vec![server], |nodes| nodes[0].options())).await;
+        run(ClusterPart::maker(vec![server], |nodes| nodes[0].options())).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_without_companions_passes_on_one_connection_of_a_unix_socket() {
-    let make = Part::maker(vec![Redis::start(&[])], |nodes| RespOptions {
+    let make = ClusterPart::maker(vec![Redis::start(&[])], |nodes| RespOptions {
         companion_sums: false,
         num_workers: 1,
         ttl_seconds: Some(1000),

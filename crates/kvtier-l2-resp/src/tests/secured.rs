@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
 use tempfile::TempDir;
 
-use super::part::Part;
+use super::part::ClusterPart;
 use super::server::Redis;
 use super::*;
 use kvtier_l2::conformance::{object, run};
@@ -84,7 +84,7 @@ fn secured(server: &Redis, tls: ClientTls) -> RespOptions {
 async fn a_server_with_tls_passes() {
     let files = Files::new("127.0.0.1");
     let server = files.server(false);
-    run(Part::maker(vec![server], move |nodes| {
+    run(ClusterPart::maker(vec![server], move |nodes| {
         secured(&nodes[0], files.tls())
     }))
     .await;

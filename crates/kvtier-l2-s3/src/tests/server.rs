@@ -100,10 +100,10 @@ type Instead = Box<dyn FnMut(&Request, &mut Bucket) -> Option<Reply> + Send>;
 /// A running server. It ends with the runtime of its test.
 pub(super) struct Server {
     pub(super) port: u16,
-    state: Arc<State>,
+    state: Arc<FakeState>,
 }
 
-struct State {
+struct FakeState {
     bucket: Mutex<Bucket>,
     instead: Mutex<Option<Instead>>,
     seen: Mutex<Vec<Request>>,
@@ -122,7 +122,7 @@ impl Server {
     /// With TLS, if `tls` is there.
     pub(super) fn secured_on(listener: TcpListener, tls: Option<TlsAcceptor>) -> Self {
         let port = listener.local_addr().unwrap().port();
-        let state = Arc::new(State {
+        let state = Arc::new(FakeState {
             bucket: Mutex::default(),
             instead: Mutex::default(),
             seen: Mutex::default(),
@@ -181,7 +181,7 @@ impl Server {
 
 async fn serve(
     mut stream: impl AsyncRead + AsyncWrite + Unpin,
-    state: Arc<State>,
+    state: Arc<FakeState>,
     connection: usize,
 ) {
     let mut bytes = Vec::new();
