@@ -15,6 +15,7 @@ use super::naming::Naming;
 use super::options::Fsync;
 use super::unnamed::Unnamed;
 use crate::io::{self, Engine};
+pub(super) use kvtier_l2::metadata::count;
 use kvtier_l2::trailer::{self, Form, Trailer, form_of};
 use kvtier_l2::{Buffer, ErrorKind, KeySet, L2Error, ObjectSpec};
 
@@ -27,9 +28,9 @@ pub(super) const READ_FLAGS: OFlags = OFlags::RDONLY
     .union(OFlags::NONBLOCK)
     .union(OFlags::CLOEXEC);
 
-/// Counters since the start.
+/// FileCounters since the start.
 #[derive(Debug, Default)]
-pub(super) struct Counters {
+pub(super) struct FileCounters {
     /// Damaged files kept in the quarantine.
     pub quarantined: AtomicU64,
     /// Damaged files deleted as the quarantine was full.
@@ -50,10 +51,6 @@ pub(super) struct Counters {
     pub not_direct: AtomicU64,
 }
 
-pub(super) fn count(counter: &AtomicU64) {
-    counter.fetch_add(1, Ordering::Relaxed);
-}
-
 /// The files of a directory.
 pub(super) struct Files {
     pub base: Base,
@@ -71,14 +68,14 @@ pub(super) struct Files {
     pub require_checksum: bool,
     pub trust_missing_layout: bool,
     pub read_ahead: Option<u64>,
-    pub others: Others,
-    pub counters: Counters,
+    pub others: OtherPlaces,
+    pub counters: FileCounters,
     /// Objects that the disk failed to read. Their files may be intact, so they stay until a store replaces them.
     pub unreadable: KeySet,
 }
 
 /// Names and layouts to look for beside those that kvtier is configured to write.
-pub(super) struct Others {
+pub(super) struct OtherPlaces {
     naming: AtomicBool,
     layout: AtomicBool,
     opened: Instant,
@@ -86,7 +83,7 @@ pub(super) struct Others {
     probe_at: AtomicU64,
 }
 
-impl Default for Others {
+impl Default for OtherPlaces {
     /// All of them until the first scan.
     fn default() -> Self {
         Self {
@@ -98,7 +95,7 @@ impl Default for Others {
     }
 }
 
-impl Others {
+impl OtherPlaces {
     /// Sets the result of a scan of the whole directory.
     pub(super) fn set(&self, naming: bool, layout: bool) {
         self.naming.store(naming, Ordering::Relaxed);

@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use super::base::{is_file, open_direct};
 use super::files::{Files, LookupScope, READ_FLAGS, count, read_end, size};
 use super::names::FilePlace;
-use crate::io::{self, Begun, Move, Moved, Operation};
+use crate::io::{self, FileOperation, FileStep, Move, Moved};
 use kvtier_l2::trailer::{self, BLOCK, Form, LEN, Trailer, form_of};
 use kvtier_l2::{ErrorKind, L2Error, LoadItem, Loaded};
 
@@ -28,7 +28,7 @@ enum Verdict {
 }
 
 /// File that may have the object.
-struct Candidate {
+struct FileCandidate {
     /// Index of its place among those of the object.
     at: usize,
     place: FilePlace,
@@ -41,18 +41,18 @@ struct Candidate {
 }
 
 /// Load of one object.
-struct FileLoad<'a> {
+struct FileRead<'a> {
     files: &'a Files,
     item: LoadItem,
     scope: LookupScope,
     /// File that is being read.
-    candidate: Option<Candidate>,
+    candidate: Option<FileCandidate>,
 }
 
 /// Loads objects; one result each.
 pub(super) fn load(files: &Files, items: Vec<LoadItem>) -> Vec<Result<Loaded, L2Error>> {
     let scope = files.lookup_scope();
-    let loads = items.into_iter().map(|item| FileLoad {
+    let loads = items.into_iter().map(|item| FileRead {
         files,
         item,
         scope,
@@ -61,10 +61,10 @@ pub(super) fn load(files: &Files, items: Vec<LoadItem>) -> Vec<Result<Loaded, L2
     io::run(&*files.engine, loads)
 }
 
-impl Operation for FileLoad<'_> {
+impl FileOperation for FileRead<'_> {
     type Done = Loaded;
 
-    fn begin(&mut self, number: usize, tail: &mut Tail) -> Result<Begun<Loaded>, L2Error> {
+    fn begin(&mut self, number: usize, tail: &mut Tail) -> Result<FileStep<Loaded>, L2Error> {
         self.item.to.check_len(self.item.object.len)?;
         let miss = L2Error::new(ErrorKind::NotFound, "there is no such file");
         let (candidate, file) = self.find(0, miss, tail)?;
@@ -78,7 +78,7 @@ impl Operation for FileLoad<'_> {
             size: Some(size(&candidate.seen)),
         };
         self.candidate = Some(candidate);
-        Ok(Begun::Moving(one))
+        Ok(FileStep::Moving(one))
     }
 
     /// Verifies the file, and reads those of the places behind it if it is not the object.
@@ -108,8 +108,8 @@ fn is_miss(error: &L2Error) -> bool {
     )
 }
 
-impl FileLoad<'_> {
-    fn read(&self, candidate: &Candidate, file: &OwnedFd, tail: &mut Tail) -> Moved {
+impl FileRead<'_> {
+    fn read(&self, candidate: &FileCandidate, file: &OwnedFd, tail: &mut Tail) -> Moved {
         let (engine, size) = (&self.files.engine, size(&candidate.seen));
         engine.read((file.as_fd(), 0), &self.item.to, candidate.body, tail, size)
     }
@@ -120,7 +120,7 @@ impl FileLoad<'_> {
         from: usize,
         mut miss: L2Error,
         tail: &mut Tail,
-    ) -> Result<(Candidate, OwnedFd), L2Error> {
+    ) -> Result<(FileCandidate, OwnedFd), L2Error> {
         let dir = self.files.base.dir();
         let (place, others) = self.files.places(&self.item.object.key, self.scope);
         let places = std::iter::once(place).chain(others);
@@ -142,7 +142,7 @@ impl FileLoad<'_> {
         at: usize,
         place: FilePlace,
         tail: &mut Tail,
-    ) -> Result<Option<(Candidate, OwnedFd)>, L2Error> {
+    ) -> Result<Option<(FileCandidate, OwnedFd)>, L2Error> {
         let (files, LoadItem { object, to }) = (self.files, &self.item);
         let refused = |error| io::refused("read", &place.path, error);
         let is_direct = files.is_direct(to);
@@ -178,7 +178,7 @@ impl FileLoad<'_> {
         let body = object.len - object.len % block;
         let wanted = (size(&seen) - body) as usize;
         tail.resize(wanted.next_multiple_of(block as usize));
-        let candidate = Candidate {
+        let candidate = FileCandidate {
             at,
             place,
             seen,
@@ -192,7 +192,7 @@ impl FileLoad<'_> {
     /// Verifies the bytes that were read.
     fn judge(
         &self,
-        candidate: &Candidate,
+        candidate: &FileCandidate,
         file: &OwnedFd,
         tail: &mut Tail,
         mut moved: Moved,
@@ -247,12 +247,12 @@ impl FileLoad<'_> {
 
     fn verdict(
         &self,
-        candidate: &Candidate,
+        candidate: &FileCandidate,
         file: &OwnedFd,
         tail: &[u8],
         moved: Moved,
     ) -> Result<Verdict, L2Error> {
-        let Candidate {
+        let FileCandidate {
             place, form, body, ..
         } = candidate;
         let LoadItem { object, to } = &self.item;

@@ -30,9 +30,9 @@ use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
 use crate::io::choice::{self, Choice};
-use crate::io::pool::{IoClass, NotDone, Pool};
+use crate::io::pool::{IoClass, Pool, not_done};
 use base::Base;
-use files::{Counters, Files, Others};
+use files::{FileCounters, Files, OtherPlaces};
 use kvtier_l2::{
     Adapter, BoxFuture, Capabilities, ErrorKind, KeySet, L2Error, ListPage, Listed, LoadItem,
     Loaded, ObjectSpec, Recovered, StoreItem, Stored, redact,
@@ -130,8 +130,8 @@ impl FsAdapter {
             require_checksum: options.require_checksum,
             trust_missing_layout: options.trust_missing_layout,
             read_ahead: options.read_ahead_size,
-            others: Others::default(),
-            counters: Counters::default(),
+            others: OtherPlaces::default(),
+            counters: FileCounters::default(),
             unreadable: KeySet::default(),
         };
         files.unnamed.probe(&files.base);
@@ -146,7 +146,7 @@ impl FsAdapter {
         })
     }
 
-    /// Runs `work` for all items on the pool; an item whose work panicked or was not started fails alone.
+    /// Runs `work` for all items on the pool.
     async fn each<T, R>(
         &self,
         class: IoClass,
@@ -162,13 +162,9 @@ impl FsAdapter {
             return items.iter().map(|_| Err(self.lost(why))).collect();
         }
         let files = Arc::clone(&self.files);
-        let done = self
-            .pool
+        self.pool
             .map(class, items, pieces, move |items| work(&files, items))
-            .await;
-        done.into_iter()
-            .map(|result| result.unwrap_or_else(|NotDone| Err(not_done())))
-            .collect()
+            .await
     }
 
     /// Error while the path does not lead to the directory.
@@ -205,13 +201,6 @@ impl FsAdapter {
 
 fn read_only() -> L2Error {
     L2Error::new(ErrorKind::Unsupported, "the tier is read_only")
-}
-
-fn not_done() -> L2Error {
-    L2Error::new(
-        ErrorKind::Unavailable,
-        "the adapter is closed, or failed at this object",
-    )
 }
 
 impl Adapter for FsAdapter {

@@ -134,7 +134,7 @@ pub(super) fn is_shard_dir(name: &str) -> bool {
 
 /// Kind of a directory entry by its name.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Named {
+pub(super) enum NamedFile {
     /// An object; only names that kvtier would write are accepted.
     Object(Box<ObjectKey>, Naming),
     /// An object whose key is in its file.
@@ -145,24 +145,24 @@ pub(super) enum Named {
     Foreign,
 }
 
-pub(super) fn parse(file_name: &str) -> Named {
+pub(super) fn parse(file_name: &str) -> NamedFile {
     if file_name.starts_with(TEMPORARY) {
-        return Named::Temporary;
+        return NamedFile::Temporary;
     }
     if let Some(hash) = file_name.strip_prefix(HASHED) {
         let is_hash = |hash: &str| hash.len() == 64 && hash.bytes().all(|b| b.is_ascii_hexdigit());
         if hash.strip_suffix(EXTENSION).is_some_and(is_hash) {
-            return Named::Hashed;
+            return NamedFile::Hashed;
         }
     }
     for naming in Naming::ALL {
         if let Some(key) = naming.read(file_name)
             && name(&key, naming).0 == file_name
         {
-            return Named::Object(Box::new(key), naming);
+            return NamedFile::Object(Box::new(key), naming);
         }
     }
-    Named::Foreign
+    NamedFile::Foreign
 }
 
 #[cfg(test)]
@@ -206,7 +206,7 @@ mod tests {
             );
             assert_eq!(
                 parse(&expected),
-                Named::Object(Box::new(key.clone()), shape)
+                NamedFile::Object(Box::new(key.clone()), shape)
             );
             let sharded = FilePlace::of(&key, shape, Layout::Sharded);
             assert_eq!(sharded.path, format!("ab/ab/{expected}"));
@@ -231,7 +231,7 @@ mod tests {
                 (place.path, place.text),
                 (format!("ab/ab/{expected}"), None)
             );
-            assert_eq!(parse(&expected), Named::Object(Box::new(key), naming));
+            assert_eq!(parse(&expected), NamedFile::Object(Box::new(key), naming));
         }
     }
 
@@ -252,9 +252,9 @@ mod tests {
                 let [one, other] = [0, 1].map(|at| FilePlace::of(&keys[at], naming, Layout::Flat));
                 proptest::prop_assert_eq!(one.path == other.path, keys[0] == keys[1]);
                 let found = match parse(&one.path) {
-                    Named::Object(key, _) => *key,
+                    NamedFile::Object(key, _) => *key,
                     // Its key is in the file.
-                    Named::Hashed => ObjectKey::parse_name(&one.text.unwrap(), Some(KeyShape::Grouped)).unwrap(),
+                    NamedFile::Hashed => ObjectKey::parse_name(&one.text.unwrap(), Some(KeyShape::Grouped)).unwrap(),
                     other => panic!("{}: {other:?}", one.path),
                 };
                 proptest::prop_assert_eq!(&found, &keys[0]);
@@ -278,7 +278,7 @@ mod tests {
             let place = FilePlace::of(&odd, Naming::Grouped, Layout::Flat);
             assert_eq!(place.text.as_deref(), Some(key_text(&odd).as_str()));
             assert!(place.path.starts_with('#') && place.path.len() <= NAME_MAX);
-            assert_eq!(parse(&place.path), Named::Hashed);
+            assert_eq!(parse(&place.path), NamedFile::Hashed);
         }
         let fits = key(&"m".repeat(40), 0, &salt);
         let place = FilePlace::of(&fits, Naming::Grouped, Layout::Flat);
@@ -324,9 +324,9 @@ mod tests {
             &format!("m@0x01020102@0@{}.data", hash.to_uppercase()),
             &format!("#{}", hash),
         ] {
-            assert_eq!(parse(foreign), Named::Foreign, "{foreign}");
+            assert_eq!(parse(foreign), NamedFile::Foreign, "{foreign}");
         }
-        assert_eq!(parse(".kvtier-tmp-1"), Named::Temporary);
+        assert_eq!(parse(".kvtier-tmp-1"), NamedFile::Temporary);
         assert!(
             is_shard_dir("0f") && !is_shard_dir("0F") && !is_shard_dir("0") && !is_shard_dir("..")
         );

@@ -14,7 +14,7 @@ use super::beneath;
 use super::files::{Files, LookupScope, READ_FLAGS, count, read_end, size, stat};
 use super::names::FilePlace;
 use super::options::Fsync;
-use crate::io::{self, Begun, Move, Moved, Operation};
+use crate::io::{self, FileOperation, FileStep, Move, Moved};
 use kvtier_l2::trailer::{BLOCK, Form, LEN, Trailer, file_len, form_of};
 use kvtier_l2::{ErrorKind, L2Error, StoreItem, Stored};
 
@@ -25,7 +25,7 @@ const MAX_UNCHECKED_BYTES: u64 = 64 << 10;
 const MAX_ATTEMPTS: usize = 4;
 
 /// Contents of an object's place.
-enum There {
+enum PlaceContents {
     Nothing,
     /// The object, with the bytes of its file.
     Object(u64),
@@ -36,7 +36,7 @@ enum There {
 }
 
 /// Reason why a file was not written.
-enum Failed {
+enum StoreFailure {
     /// A directory was removed.
     NoDirectory,
     /// The file cannot be renamed into its place from its directory.
@@ -46,7 +46,7 @@ enum Failed {
     Error(L2Error),
 }
 
-impl From<L2Error> for Failed {
+impl From<L2Error> for StoreFailure {
     fn from(error: L2Error) -> Self {
         Self::Error(error)
     }
@@ -56,12 +56,12 @@ impl From<L2Error> for Failed {
 pub(super) fn store(files: &Files, items: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
     let scope = files.lookup_scope();
     let stores = items.into_iter();
-    let stores = stores.map(|item| FileStore::new(files, item, scope));
+    let stores = stores.map(|item| FileWrite::new(files, item, scope));
     io::run(&*files.engine, stores)
 }
 
 /// Store of one object.
-struct FileStore<'a> {
+struct FileWrite<'a> {
     files: &'a Files,
     item: StoreItem,
     dir: Arc<OwnedFd>,
@@ -81,20 +81,20 @@ struct FileStore<'a> {
 }
 
 /// State of a store before its bytes are written.
-enum Created {
+enum CreatedFile {
     /// The object is there; the bytes of its file.
     Already(u64),
     File(OwnedFd),
 }
 
-impl Operation for FileStore<'_> {
+impl FileOperation for FileWrite<'_> {
     type Done = Stored;
 
-    fn begin(&mut self, number: usize, tail: &mut Tail) -> Result<Begun<Stored>, L2Error> {
+    fn begin(&mut self, number: usize, tail: &mut Tail) -> Result<FileStep<Stored>, L2Error> {
         self.item.from.check_len(self.item.object.len)?;
         Ok(match self.create(tail)? {
-            Created::Already(bytes) => Begun::Done(Stored::AlreadyThere(bytes)),
-            Created::File(file) => Begun::Moving(Move {
+            CreatedFile::Already(bytes) => FileStep::Done(Stored::AlreadyThere(bytes)),
+            CreatedFile::File(file) => FileStep::Moving(Move {
                 number,
                 file,
                 at: 0,
@@ -121,18 +121,18 @@ impl Operation for FileStore<'_> {
                     }
                     return Ok(Stored::Written(self.body + tail.len() as u64));
                 }
-                Err(Failed::Taken) => self.looks = true,
-                Err(Failed::NoDirectory) => self.restore()?,
+                Err(StoreFailure::Taken) => self.looks = true,
+                Err(StoreFailure::NoDirectory) => self.restore()?,
                 // This holds for all files.
-                Err(Failed::Apart) if !self.is_beside => {
+                Err(StoreFailure::Apart) if !self.is_beside => {
                     self.files.create_in_place.store(true, Ordering::Relaxed);
                 }
-                Err(Failed::Apart) => return Err(self.refused("name", Errno::XDEV)),
-                Err(Failed::Error(error)) => return Err(error),
+                Err(StoreFailure::Apart) => return Err(self.refused("name", Errno::XDEV)),
+                Err(StoreFailure::Error(error)) => return Err(error),
             }
             file = match self.create(tail)? {
-                Created::File(file) => file,
-                Created::Already(bytes) => return Ok(Stored::AlreadyThere(bytes)),
+                CreatedFile::File(file) => file,
+                CreatedFile::Already(bytes) => return Ok(Stored::AlreadyThere(bytes)),
             };
             moved = self.write(&file, tail);
         }
@@ -145,7 +145,7 @@ impl Operation for FileStore<'_> {
     }
 }
 
-impl<'a> FileStore<'a> {
+impl<'a> FileWrite<'a> {
     fn new(files: &'a Files, item: StoreItem, scope: LookupScope) -> Self {
         let (place, others) = files.places(&item.object.key, scope);
         let others = others.collect();
@@ -168,7 +168,7 @@ impl<'a> FileStore<'a> {
     }
 
     /// Creates the file unless the object is there.
-    fn create(&mut self, tail: &mut Tail) -> Result<Created, L2Error> {
+    fn create(&mut self, tail: &mut Tail) -> Result<CreatedFile, L2Error> {
         while self.tries < MAX_ATTEMPTS {
             self.tries += 1;
             self.is_beside = self.files.create_in_place.load(Ordering::Relaxed);
@@ -176,11 +176,11 @@ impl<'a> FileStore<'a> {
             self.looks |= self.is_beside;
             if self.looks {
                 match self.there(&self.place)? {
-                    There::Nothing => {}
-                    There::Object(bytes) => return Ok(Created::Already(bytes)),
+                    PlaceContents::Nothing => {}
+                    PlaceContents::Object(bytes) => return Ok(CreatedFile::Already(bytes)),
                     // Its own place is looked up first, so the file there has to be the object.
-                    There::Other => self.replaces = true,
-                    There::Foreign => {
+                    PlaceContents::Other => self.replaces = true,
+                    PlaceContents::Foreign => {
                         let message = format!(
                             "in the place of {:?} is no file",
                             shown_path(&self.place.path)
@@ -190,9 +190,9 @@ impl<'a> FileStore<'a> {
                 }
             }
             for other in self.others.iter().filter(|_| !self.replaces) {
-                if let There::Object(bytes) = self.there(other)? {
+                if let PlaceContents::Object(bytes) = self.there(other)? {
                     self.files.found_at(other);
-                    return Ok(Created::Already(bytes));
+                    return Ok(CreatedFile::Already(bytes));
                 }
             }
             let direct = self.files.is_direct(&self.item.from);
@@ -200,7 +200,7 @@ impl<'a> FileStore<'a> {
             match self.make(direct) {
                 Ok((file, name)) => {
                     self.name = name;
-                    return Ok(Created::File(file));
+                    return Ok(CreatedFile::File(file));
                 }
                 Err(Errno::NOENT) => self.restore()?,
                 Err(error) => return Err(self.refused("make a file for", error)),
@@ -230,11 +230,11 @@ impl<'a> FileStore<'a> {
     }
 
     /// Checks, names and closes the written file.
-    fn name(&mut self, file: OwnedFd, tail: &[u8], moved: Moved) -> Result<(), Failed> {
+    fn name(&mut self, file: OwnedFd, tail: &[u8], moved: Moved) -> Result<(), StoreFailure> {
         let name = self.name.take();
         let named = self
             .check(&file, tail, moved)
-            .map_err(Failed::Error)
+            .map_err(StoreFailure::Error)
             .and_then(|()| self.publish(file, name.as_deref()));
         if let (Err(_), Some(name)) = (&named, name) {
             let _ = beneath::unlink(&self.dir, &name);
@@ -313,7 +313,7 @@ impl<'a> FileStore<'a> {
     }
 
     /// Publishes a written file under its name.
-    fn publish(&self, file: OwnedFd, temporary: Option<&str>) -> Result<(), Failed> {
+    fn publish(&self, file: OwnedFd, temporary: Option<&str>) -> Result<(), StoreFailure> {
         let (dir, path) = (&self.dir, &self.place.path);
         match temporary {
             Some(temporary) => {
@@ -330,16 +330,16 @@ impl<'a> FileStore<'a> {
     }
 
     /// Runs `name`, a second time after missing directories are created.
-    fn name_by(&self, name: impl Fn() -> Result<(), Errno>) -> Result<(), Failed> {
+    fn name_by(&self, name: impl Fn() -> Result<(), Errno>) -> Result<(), StoreFailure> {
         let mut named = name();
         if named == Err(Errno::NOENT) {
             named = base::make_parents(&self.dir, &self.place.path).and_then(|()| name());
         }
         named.map_err(|error| match error {
-            Errno::NOENT => Failed::NoDirectory,
-            Errno::EXIST => Failed::Taken,
-            Errno::XDEV => Failed::Apart,
-            error => Failed::Error(self.refused("name", error)),
+            Errno::NOENT => StoreFailure::NoDirectory,
+            Errno::EXIST => StoreFailure::Taken,
+            Errno::XDEV => StoreFailure::Apart,
+            error => StoreFailure::Error(self.refused("name", error)),
         })
     }
 
@@ -354,30 +354,30 @@ impl<'a> FileStore<'a> {
     }
 
     /// Checks a place without comparing the bytes of the object.
-    fn there(&self, place: &FilePlace) -> Result<There, L2Error> {
+    fn there(&self, place: &FilePlace) -> Result<PlaceContents, L2Error> {
         let (files, object) = (self.files, &self.item.object);
         let Some(seen) = stat(&self.dir, &place.path)? else {
-            return Ok(There::Nothing);
+            return Ok(PlaceContents::Nothing);
         };
         if !is_file(&seen) {
-            return Ok(There::Foreign);
+            return Ok(PlaceContents::Foreign);
         }
         if files.unreadable.remove(&object.key) {
-            return Ok(There::Other);
+            return Ok(PlaceContents::Other);
         }
         let Some(form) = form_of(size(&seen), object.len, place.text_len(), files.align) else {
-            return Ok(There::Other);
+            return Ok(PlaceContents::Other);
         };
         let refused = |error| io::refused("read", &place.path, error);
         let file = match beneath::open(&self.dir, &place.path, READ_FLAGS, Mode::empty()) {
             Ok(file) => file,
-            Err(Errno::NOENT) => return Ok(There::Nothing),
+            Err(Errno::NOENT) => return Ok(PlaceContents::Nothing),
             // It can never be read.
-            Err(Errno::ACCESS | Errno::PERM) => return Ok(There::Other),
+            Err(Errno::ACCESS | Errno::PERM) => return Ok(PlaceContents::Other),
             Err(error) => return Err(refused(error)),
         };
         let end = match read_end(&file, size(&seen), place.text_len()) {
-            Err(error) if io::is_unreadable(error) => return Ok(There::Other),
+            Err(error) if io::is_unreadable(error) => return Ok(PlaceContents::Other),
             end => end.map_err(refused)?,
         };
         let is_object = match (form, end) {
@@ -389,9 +389,9 @@ impl<'a> FileStore<'a> {
             }
         };
         Ok(if is_object {
-            There::Object(size(&seen))
+            PlaceContents::Object(size(&seen))
         } else {
-            There::Other
+            PlaceContents::Other
         })
     }
 }

@@ -16,7 +16,7 @@ use super::base::{Base, DIR_FLAGS, is_file};
 use super::beneath;
 use super::files::{Files, READ_FLAGS, read_end, size, stat};
 use super::names::{
-    self, FilePlace, Layout, Named, QUARANTINE, TEMPORARY, hashed_name, is_shard_dir, shard,
+    self, FilePlace, Layout, NamedFile, QUARANTINE, TEMPORARY, hashed_name, is_shard_dir, shard,
     shard_path,
 };
 use crate::io::refused;
@@ -111,7 +111,7 @@ impl SharedNames {
 }
 
 /// Walk to the end of one page.
-struct Walk<'a> {
+struct PageWalk<'a> {
     files: &'a Files,
     base: Arc<OwnedFd>,
     /// Names that the page may still have.
@@ -124,7 +124,7 @@ struct Walk<'a> {
 
 /// Returns the page from `at` on, about `limit` names.
 pub(super) fn page(files: &Files, at: Position, limit: usize) -> Result<Page, L2Error> {
-    let mut walk = Walk {
+    let mut walk = PageWalk {
         files,
         base: files.base.current(),
         left: limit.max(1),
@@ -143,7 +143,7 @@ pub(super) fn page(files: &Files, at: Position, limit: usize) -> Result<Page, L2
     Ok(walk.page)
 }
 
-impl Walk<'_> {
+impl PageWalk<'_> {
     /// Reads names of the directory of `at`; returns where to go on.
     fn read(
         &mut self,
@@ -216,16 +216,16 @@ impl Walk<'_> {
             Some(_) => Layout::Sharded,
         };
         let found = match names::parse(name) {
-            Named::Temporary => {
+            NamedFile::Temporary => {
                 let inside = shard_number.map_or(String::new(), |shard| shard_path(shard) + "/");
                 page.temporary.push(inside + name);
                 return;
             }
-            Named::Foreign => None,
-            Named::Object(key, naming) => examine(dir, name)
+            NamedFile::Foreign => None,
+            NamedFile::Object(key, naming) => examine(dir, name)
                 .filter(|_| naming == files.naming || Some(naming) == files.naming.other())
                 .map(|stat| (*key, naming, stat)),
-            Named::Hashed => examine(dir, name).and_then(|stat| {
+            NamedFile::Hashed => examine(dir, name).and_then(|stat| {
                 let key = hashed_key(dir, name, &stat)?;
                 // Its name is the same in all namings.
                 Some((key, files.naming, stat))
@@ -298,7 +298,7 @@ pub(super) fn temporary_names(base: &Base) -> Vec<String> {
     let mut names = Vec::new();
     while let Some(Ok(entry)) = entries.next() {
         if let Ok(name) = entry.file_name().to_str()
-            && names::parse(name) == Named::Temporary
+            && names::parse(name) == NamedFile::Temporary
         {
             names.push(name.to_owned());
         }

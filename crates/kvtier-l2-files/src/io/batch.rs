@@ -9,11 +9,11 @@ use super::{Engine, FileWork, Move, Moved, lost};
 use kvtier_l2::L2Error;
 
 /// Store or load of one object.
-pub(crate) trait Operation {
+pub(crate) trait FileOperation {
     type Done;
 
     /// Prepares the transfer with this number, which takes the tail.
-    fn begin(&mut self, number: usize, tail: &mut Tail) -> Result<Begun<Self::Done>, L2Error>;
+    fn begin(&mut self, number: usize, tail: &mut Tail) -> Result<FileStep<Self::Done>, L2Error>;
 
     /// Ends the operation after its transfer.
     fn end(self, file: OwnedFd, tail: &mut Tail, moved: Moved) -> Result<Self::Done, L2Error>;
@@ -27,14 +27,14 @@ pub(crate) trait Operation {
 }
 
 /// What an operation begins with.
-pub(crate) enum Begun<Done> {
+pub(crate) enum FileStep<Done> {
     /// There is nothing to transfer.
     Done(Done),
     Moving(Move),
 }
 
 /// Operations, those of them that are in flight, and their results.
-struct Batch<I, O: Operation> {
+struct FileBatch<I, O: FileOperation> {
     operations: Enumerate<I>,
     in_flight: Vec<Option<O>>,
     results: Vec<Result<O::Done, L2Error>>,
@@ -43,11 +43,11 @@ struct Batch<I, O: Operation> {
 }
 
 /// Runs operations on an engine; returns one result each, in order.
-pub(crate) fn run<O: Operation>(
+pub(crate) fn run<O: FileOperation>(
     engine: &dyn Engine,
     operations: impl ExactSizeIterator<Item = O>,
 ) -> Vec<Result<O::Done, L2Error>> {
-    let mut batch = Batch {
+    let mut batch = FileBatch {
         in_flight: (0..operations.len()).map(|_| None).collect(),
         results: (0..operations.len()).map(|_| Err(lost())).collect(),
         operations: operations.enumerate(),
@@ -57,17 +57,17 @@ pub(crate) fn run<O: Operation>(
     batch.results
 }
 
-impl<I: Iterator<Item = O>, O: Operation> FileWork for Batch<I, O> {
+impl<I: Iterator<Item = O>, O: FileOperation> FileWork for FileBatch<I, O> {
     fn next(&mut self) -> Option<Move> {
         loop {
             let (number, mut operation) = self.operations.next()?;
             let mut tail = self.tails.pop().unwrap_or_default();
             self.results[number] = match operation.begin(number, &mut tail) {
-                Ok(Begun::Moving(one)) => {
+                Ok(FileStep::Moving(one)) => {
                     self.in_flight[number] = Some(operation);
                     return Some(one);
                 }
-                Ok(Begun::Done(done)) => Ok(done),
+                Ok(FileStep::Done(done)) => Ok(done),
                 Err(error) => Err(error),
             };
             self.tails.push(tail);

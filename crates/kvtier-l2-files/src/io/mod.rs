@@ -18,7 +18,7 @@ use serde_json::Value;
 
 use kvtier_l2::{Buffer, ErrorKind, L2Error};
 
-pub(crate) use batch::{Begun, Operation, run};
+pub(crate) use batch::{FileOperation, FileStep, run};
 
 /// Transfer between a file and a buffer with a tail behind it. It owns all that is accessed meanwhile.
 pub(crate) struct Move {
@@ -126,14 +126,14 @@ impl Engine for Posix {
 }
 
 /// Data of a transfer in flight; it keeps the buffer in place.
-pub(crate) struct Held {
+pub(crate) struct HeldBuffer {
     pub number: usize,
     buffer: Buffer,
     body: u64,
 }
 
 /// Returns a transfer that owns all that is accessed.
-pub(crate) fn transfer(one: Move) -> Transfer<Held> {
+pub(crate) fn transfer(one: Move) -> Transfer<HeldBuffer> {
     Transfer {
         file: one.file,
         at: one.at,
@@ -141,7 +141,7 @@ pub(crate) fn transfer(one: Move) -> Transfer<Held> {
         extent: part(&one.buffer, one.body),
         tail: one.tail,
         enough: one.size,
-        hold: Held {
+        hold: HeldBuffer {
             number: one.number,
             buffer: one.buffer,
             body: one.body,
@@ -150,8 +150,12 @@ pub(crate) fn transfer(one: Move) -> Transfer<Held> {
 }
 
 /// A transfer has ended.
-pub(crate) fn done(work: &mut dyn FileWork, ended: Transfer<Held>, moved: Result<u64, FileError>) {
-    let Held {
+pub(crate) fn done(
+    work: &mut dyn FileWork,
+    ended: Transfer<HeldBuffer>,
+    moved: Result<u64, FileError>,
+) {
+    let HeldBuffer {
         number,
         buffer,
         body,

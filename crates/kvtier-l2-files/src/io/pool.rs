@@ -13,6 +13,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use kvtier_common::sync::{Condvar, Mutex};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
 
+use kvtier_l2::{ErrorKind, L2Error};
+
 /// Capacity of the queue in jobs; callers with more of them wait.
 const MAX_QUEUED: usize = 1024;
 
@@ -82,17 +84,21 @@ pub(crate) struct Pool {
 }
 
 /// A check that is queued or running.
-struct Checking(Arc<AtomicBool>);
+struct CheckGuard(Arc<AtomicBool>);
 
-impl Drop for Checking {
+impl Drop for CheckGuard {
     fn drop(&mut self) {
         self.0.store(false, Ordering::Relaxed);
     }
 }
 
-/// The work did not run to its end: the pool is closed, or the work panicked.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct NotDone;
+/// Error of work that did not run to its end: the pool is closed, or the work panicked.
+pub(crate) fn not_done() -> L2Error {
+    L2Error::new(
+        ErrorKind::Unavailable,
+        "the adapter is closed, or failed at this object",
+    )
+}
 
 impl Pool {
     /// Starts `threads` threads, and one more for reads only.
@@ -115,7 +121,7 @@ impl Pool {
         for number in 0..threads {
             let shared = Arc::clone(&pool.shared);
             shared.running.send_modify(|running| *running += 1);
-            let running = Running(Arc::clone(&shared));
+            let running = ThreadGuard(Arc::clone(&shared));
             std::thread::Builder::new()
                 .name(format!("{name}-{number}"))
                 .spawn(move || serve(&running.0))?;
@@ -163,7 +169,7 @@ impl Pool {
             return;
         }
         // Dropped with the work, whether it ran or not.
-        let checking = Checking(Arc::clone(&self.is_checking));
+        let checking = CheckGuard(Arc::clone(&self.is_checking));
         let checked = self.run(IoClass::Read, move || {
             let _checking = checking;
             work();
@@ -171,14 +177,15 @@ impl Pool {
         let _ = checked.await.await;
     }
 
-    /// Runs `work` for all `items` on the pool, in jobs of `least` to `most` items; one result per item, in order.
+    /// Runs `work` for all `items` on the pool, in jobs of `least` to `most` items; one result per item, in order. Items of a job
+    /// that panicked or was not started fail alone.
     pub(crate) async fn map<T, R>(
         &self,
         class: IoClass,
         items: Vec<T>,
         (least, most): (usize, usize),
-        work: impl Fn(Vec<T>) -> Vec<R> + Send + Sync + 'static,
-    ) -> Vec<Result<R, NotDone>>
+        work: impl Fn(Vec<T>) -> Vec<Result<R, L2Error>> + Send + Sync + 'static,
+    ) -> Vec<Result<R, L2Error>>
     where
         T: Send + 'static,
         R: Send + 'static,
@@ -195,8 +202,8 @@ impl Pool {
         }
         for (count, result) in waiting {
             match result.await {
-                Ok(done) => results.extend(done.into_iter().map(Ok)),
-                Err(_) => results.extend((0..count).map(|_| Err(NotDone))),
+                Ok(done) => results.extend(done),
+                Err(_) => results.extend((0..count).map(|_| Err(not_done()))),
             }
         }
         results
@@ -222,9 +229,9 @@ impl Drop for Pool {
     }
 }
 
-struct Running(Arc<PoolShared>);
+struct ThreadGuard(Arc<PoolShared>);
 
-impl Drop for Running {
+impl Drop for ThreadGuard {
     fn drop(&mut self) {
         self.0.running.send_modify(|running| *running -= 1);
     }
@@ -296,7 +303,7 @@ mod tests {
             IoClass::Read,
             (0..100).collect(),
             (1, 8),
-            |numbers: Vec<i32>| numbers.iter().map(|number| number * 2).collect(),
+            |numbers: Vec<i32>| numbers.iter().map(|number| Ok(number * 2)).collect(),
         );
         let expected: Vec<_> = (0..100).map(|number| Ok(number * 2)).collect();
         assert_eq!(doubled.await, expected);
@@ -360,8 +367,10 @@ mod tests {
             assert_eq!(store.result.await, Ok(()));
         }
         assert!(pool.run(IoClass::Read, || ()).await.await.is_err());
-        let nothing = pool.map(IoClass::Read, vec![1], (1, 1), |numbers: Vec<i32>| numbers);
-        assert_eq!(nothing.await, [Err(NotDone)]);
+        let nothing = pool.map(IoClass::Read, vec![1], (1, 1), |numbers: Vec<i32>| {
+            numbers.into_iter().map(Ok).collect()
+        });
+        assert_eq!(nothing.await, [Err(not_done())]);
         pool.close().await;
     }
 
@@ -370,14 +379,14 @@ mod tests {
         let pool = Pool::start_with("test", 1, 1).unwrap();
         let work = |numbers: Vec<i32>| {
             assert!(!numbers.contains(&3), "as the test wants it");
-            numbers
+            numbers.into_iter().map(Ok).collect()
         };
         let done = pool
             .map(IoClass::Store, (0..6).collect(), (2, 2), work)
             .await;
         assert_eq!(
             done,
-            [Ok(0), Ok(1), Err(NotDone), Err(NotDone), Ok(4), Ok(5)]
+            [Ok(0), Ok(1), Err(not_done()), Err(not_done()), Ok(4), Ok(5)]
         );
         assert_eq!(pool.run(IoClass::Store, || 7).await.await, Ok(7));
     }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use kvtier_common::sync::Mutex;
 use kvtier_memory::uring::Ring;
 
-use super::{Engine, FileWork, Held, Posix, done, transfer};
+use super::{Engine, FileWork, HeldBuffer, Posix, done, transfer};
 
 /// Transfers in flight per thread.
 const MAX_IN_FLIGHT: usize = 16;
@@ -15,7 +15,7 @@ const MAX_IN_FLIGHT: usize = 16;
 /// I/O engine of io_uring. Operations that rings do not have are POSIX calls.
 pub(crate) struct Uring {
     /// Rings that no thread uses now.
-    rings: Mutex<Vec<Ring<Held>>>,
+    rings: Mutex<Vec<Ring<HeldBuffer>>>,
     has_failed: AtomicBool,
 }
 
@@ -29,7 +29,7 @@ impl Uring {
         })
     }
 
-    fn take(&self) -> Option<Ring<Held>> {
+    fn take(&self) -> Option<Ring<HeldBuffer>> {
         if self.has_failed.load(Ordering::Relaxed) {
             return None;
         }

@@ -33,7 +33,7 @@ use serde_json::{Value, json};
 
 use crate::io::choice::{self, Choice};
 use crate::io::nixl::NixlOptions;
-use crate::io::pool::{IoClass, NotDone, Pool};
+use crate::io::pool::{IoClass, Pool, not_done};
 use crate::io::{self, Engine};
 use device::Device;
 use index::{Index, RawObject};
@@ -41,8 +41,8 @@ use kvtier_l2::{
     Adapter, BoxFuture, Capabilities, ErrorKind, L2Error, ListPage, Listed, LoadItem, Loaded,
     ObjectSpec, Recovered, StoreItem, Stored,
 };
-use scan::{Scan, Scanner};
-use work::{RawLoad, RawStore};
+use scan::{ScanState, TableScanner};
+use work::{RawRead, RawWrite};
 
 pub use options::RAW_BLOCK;
 pub use options::RawOptions;
@@ -59,7 +59,7 @@ const RECOVERY_BATCH: usize = 4096;
 /// Adapter of a device.
 pub struct RawBlockAdapter {
     objects: Arc<RawObjects>,
-    scanner: Arc<Scanner>,
+    scanner: Arc<TableScanner>,
     pool: Pool,
     /// Reason for the I/O engine.
     engine_reason: String,
@@ -87,7 +87,7 @@ impl RawObjects {
     }
 
     fn store(&self, items: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
-        let stores = items.into_iter().map(|item| RawStore::new(self, item));
+        let stores = items.into_iter().map(|item| RawWrite::new(self, item));
         let mut results = io::run(&*self.engine, stores);
         if self.fsync
             && let Err(error) = self.device.sync()
@@ -105,7 +105,7 @@ impl RawObjects {
     }
 
     fn load(&self, items: Vec<LoadItem>) -> Vec<Result<Loaded, L2Error>> {
-        let loads = items.into_iter().map(|item| RawLoad::new(self, item));
+        let loads = items.into_iter().map(|item| RawRead::new(self, item));
         io::run(&*self.engine, loads)
     }
 
@@ -167,13 +167,6 @@ fn now() -> u64 {
     now.map_or(0, |now| now.as_secs())
 }
 
-fn not_done() -> L2Error {
-    L2Error::new(
-        ErrorKind::Unavailable,
-        "the adapter is closed, or failed at this object",
-    )
-}
-
 impl RawBlockAdapter {
     /// Opens the device, formats it if it is empty, and starts to scan it.
     ///
@@ -199,7 +192,7 @@ impl RawBlockAdapter {
             L2Error::new(ErrorKind::Refused, format!("cannot start threads: {error}"))
         })?;
         Ok(Self {
-            scanner: Scanner::start(Arc::clone(&objects))?,
+            scanner: TableScanner::start(Arc::clone(&objects))?,
             objects,
             pool,
             engine_reason: reason,
@@ -214,7 +207,7 @@ impl RawBlockAdapter {
         }
     }
 
-    /// Runs `work` for all items on the pool; an item whose work panicked or was not started fails alone.
+    /// Runs `work` for all items on the pool.
     async fn each<T, R>(
         &self,
         class: IoClass,
@@ -227,13 +220,9 @@ impl RawBlockAdapter {
         R: Send + 'static,
     {
         let objects = Arc::clone(&self.objects);
-        let done = self
-            .pool
+        self.pool
             .map(class, items, pieces, move |items| work(&objects, items))
-            .await;
-        done.into_iter()
-            .map(|result| result.unwrap_or_else(|NotDone| Err(not_done())))
-            .collect()
+            .await
     }
 }
 
@@ -373,11 +362,11 @@ impl Adapter for RawBlockAdapter {
     fn status(&self) -> Value {
         let (objects, scan) = (&self.objects, self.scanner.state.borrow().clone());
         let usage = objects.index.usage();
-        let is_usable = !matches!(&scan, Scan::Failed(..));
+        let is_usable = !matches!(&scan, ScanState::Failed(..));
         let scan = match &scan {
-            Scan::Running => "running".to_owned(),
-            Scan::Done(_) => "done".to_owned(),
-            Scan::Failed(error, _) => error.to_string(),
+            ScanState::Running => "running".to_owned(),
+            ScanState::Done(_) => "done".to_owned(),
+            ScanState::Failed(error, _) => error.to_string(),
         };
         json!({
             "is_healthy": is_usable

@@ -10,7 +10,7 @@ use tokio::sync::watch;
 
 use super::RawObjects;
 use super::format::{BLOCK, RawRecord};
-use crate::io;
+use crate::io::{self, pool::not_done};
 use kvtier_l2::{ErrorKind, L2Error};
 
 /// Records per read.
@@ -25,7 +25,7 @@ const RETRY_PAUSE: Duration = if cfg!(test) {
 
 /// How far the scan is.
 #[derive(Debug, Clone)]
-pub(super) enum Scan {
+pub(super) enum ScanState {
     Running,
     /// The number of records that were superseded and erased.
     Done(u64),
@@ -33,15 +33,15 @@ pub(super) enum Scan {
 }
 
 /// The scan of a device.
-pub(super) struct Scanner {
+pub(super) struct TableScanner {
     objects: Arc<RawObjects>,
-    pub(super) state: watch::Sender<Scan>,
+    pub(super) state: watch::Sender<ScanState>,
     /// Whether the last scan that has ended has failed.
     has_failed: AtomicBool,
     is_stopped: AtomicBool,
 }
 
-impl Scanner {
+impl TableScanner {
     /// Starts the scan on a thread of its own.
     ///
     /// # Errors
@@ -49,7 +49,7 @@ impl Scanner {
     pub(super) fn start(objects: Arc<RawObjects>) -> Result<Arc<Self>, L2Error> {
         let scanner = Arc::new(Self {
             objects,
-            state: watch::Sender::new(Scan::Running),
+            state: watch::Sender::new(ScanState::Running),
             has_failed: AtomicBool::new(false),
             is_stopped: AtomicBool::new(false),
         });
@@ -58,7 +58,7 @@ impl Scanner {
     }
 
     fn begin(self: &Arc<Self>) -> Result<(), L2Error> {
-        self.state.send_replace(Scan::Running);
+        self.state.send_replace(ScanState::Running);
         let scanner = Arc::clone(self);
         let work = move || scanner.end(scanner.scan_table());
         let thread = std::thread::Builder::new().name("kvtier-raw-scan".into());
@@ -73,7 +73,7 @@ impl Scanner {
     /// Starts the scan again if the last one has failed a while ago. Nothing was found then, so nothing is in use.
     pub(super) fn retry(self: &Arc<Self>) {
         let is_due = match &*self.state.borrow() {
-            Scan::Failed(_, since) => since.elapsed() >= RETRY_PAUSE,
+            ScanState::Failed(_, since) => since.elapsed() >= RETRY_PAUSE,
             _ => false,
         };
         if is_due && !self.is_stopped() {
@@ -85,11 +85,13 @@ impl Scanner {
     /// Waits for the end of the scan; returns the number of records that it has erased.
     pub(super) async fn ended(&self) -> Result<u64, L2Error> {
         let mut state = self.state.subscribe();
-        let ended = state.wait_for(|scan| !matches!(scan, Scan::Running)).await;
+        let ended = state
+            .wait_for(|scan| !matches!(scan, ScanState::Running))
+            .await;
         match ended.as_deref() {
-            Ok(Scan::Done(erased)) => Ok(*erased),
-            Ok(Scan::Failed(error, _)) => Err(error.clone()),
-            _ => Err(super::not_done()),
+            Ok(ScanState::Done(erased)) => Ok(*erased),
+            Ok(ScanState::Failed(error, _)) => Err(error.clone()),
+            _ => Err(not_done()),
         }
     }
 
@@ -115,8 +117,8 @@ impl Scanner {
             _ => {}
         }
         self.state.send_replace(match result {
-            Ok(erased) => Scan::Done(erased),
-            Err(error) => Scan::Failed(error, Instant::now()),
+            Ok(erased) => ScanState::Done(erased),
+            Err(error) => ScanState::Failed(error, Instant::now()),
         });
     }
 

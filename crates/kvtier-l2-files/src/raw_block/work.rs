@@ -9,25 +9,25 @@ use kvtier_memory::uring::Tail;
 use super::RawObjects;
 use super::format::{BLOCK, RawRecord, span};
 use super::index::{RawObject, RawPlace};
-use crate::io::{self, Begun, Move, Moved, Operation};
+use crate::io::{self, FileOperation, FileStep, Move, Moved};
 use kvtier_l2::{Buffer, ErrorKind, L2Error, LoadItem, Loaded, StoreItem, Stored};
 
 /// Store of one object.
-pub(super) struct RawStore<'a> {
+pub(super) struct RawWrite<'a> {
     objects: &'a RawObjects,
     item: StoreItem,
-    writing: Option<Writing>,
+    writing: Option<RecordWrite>,
 }
 
 /// An object that is being written.
-struct Writing {
+struct RecordWrite {
     record: RawRecord,
     encoded: Vec<u8>,
     place: RawPlace,
 }
 
 /// Load of one object.
-pub(super) struct RawLoad<'a> {
+pub(super) struct RawRead<'a> {
     objects: &'a RawObjects,
     item: LoadItem,
     /// The object, and its bytes before the tail.
@@ -58,7 +58,7 @@ impl Shape {
     }
 }
 
-impl<'a> RawStore<'a> {
+impl<'a> RawWrite<'a> {
     pub(super) fn new(objects: &'a RawObjects, item: StoreItem) -> Self {
         Self {
             objects,
@@ -81,10 +81,10 @@ impl<'a> RawStore<'a> {
     }
 }
 
-impl Operation for RawStore<'_> {
+impl FileOperation for RawWrite<'_> {
     type Done = Stored;
 
-    fn begin(&mut self, number: usize, tail: &mut Tail) -> Result<Begun<Stored>, L2Error> {
+    fn begin(&mut self, number: usize, tail: &mut Tail) -> Result<FileStep<Stored>, L2Error> {
         let (objects, StoreItem { object, from }) = (self.objects, &self.item);
         from.check_len(object.len)?;
         let sum = from.checksum()?;
@@ -94,7 +94,7 @@ impl Operation for RawStore<'_> {
                 && !there.is_unreadable.load(Ordering::Relaxed)
         };
         if let Some(there) = objects.index.get(&object.key).filter(is_there) {
-            return Ok(Begun::Done(Stored::AlreadyThere(there.bytes())));
+            return Ok(FileStep::Done(Stored::AlreadyThere(there.bytes())));
         }
         let reserved = objects.index.reserve(object.len);
         let (place, sequence) = reserved.ok_or_else(|| self.full())?;
@@ -129,17 +129,17 @@ impl Operation for RawStore<'_> {
             tail: std::mem::take(tail),
             size: None,
         };
-        self.writing = Some(Writing {
+        self.writing = Some(RecordWrite {
             record,
             encoded,
             place,
         });
-        Ok(Begun::Moving(one))
+        Ok(FileStep::Moving(one))
     }
 
     fn end(self, _: OwnedFd, _: &mut Tail, moved: Moved) -> Result<Stored, L2Error> {
         let objects = self.objects;
-        let Writing {
+        let RecordWrite {
             record,
             encoded,
             place,
@@ -172,7 +172,7 @@ impl Operation for RawStore<'_> {
     }
 }
 
-impl<'a> RawLoad<'a> {
+impl<'a> RawRead<'a> {
     pub(super) fn new(objects: &'a RawObjects, item: LoadItem) -> Self {
         Self {
             objects,
@@ -182,10 +182,10 @@ impl<'a> RawLoad<'a> {
     }
 }
 
-impl Operation for RawLoad<'_> {
+impl FileOperation for RawRead<'_> {
     type Done = Loaded;
 
-    fn begin(&mut self, number: usize, tail: &mut Tail) -> Result<Begun<Loaded>, L2Error> {
+    fn begin(&mut self, number: usize, tail: &mut Tail) -> Result<FileStep<Loaded>, L2Error> {
         let (objects, LoadItem { object, to }) = (self.objects, &self.item);
         to.check_len(object.len)?;
         let found = objects.find(object).ok_or_else(|| {
@@ -203,7 +203,7 @@ impl Operation for RawLoad<'_> {
             size: Some(shape.body + shape.tail),
         };
         self.reading = Some((found, shape.body));
-        Ok(Begun::Moving(one))
+        Ok(FileStep::Moving(one))
     }
 
     fn end(self, _: OwnedFd, tail: &mut Tail, moved: Moved) -> Result<Loaded, L2Error> {

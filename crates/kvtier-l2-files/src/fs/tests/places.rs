@@ -72,7 +72,9 @@ fn both_generations_are_found_configured_one_is_written() {
         fixture.store(&object(3)).unwrap();
         let name = fixture.path(&object(3));
         let name = name.file_name().unwrap().to_str().unwrap();
-        assert!(matches!(parse(name), crate::fs::names::Named::Object(_, shape) if shape == names));
+        assert!(
+            matches!(parse(name), crate::fs::names::NamedFile::Object(_, shape) if shape == names)
+        );
         let keys = [&salted, &plain, &object(3)].map(|object| object.key.clone());
         let deleted = block_on(fixture.adapter.delete(keys.to_vec()));
         assert_eq!(deleted, [Ok(true), Ok(true), Ok(true)]);

@@ -4,7 +4,7 @@ use kvtier_memory::FileError;
 use rustix::io::Errno;
 
 use super::*;
-use crate::io::{Begun, Operation as _};
+use crate::io::{FileOperation as _, FileStep};
 
 /// The device as it is now, as another device.
 fn copy(device: &Device) -> Device {
@@ -243,7 +243,7 @@ async fn table_that_could_not_be_read_is_read_again() {
     let index = &adapter.objects.index;
     index.remove(&one.key).unwrap();
     let failed = L2Error::new(ErrorKind::Unavailable, "no answer");
-    let failed = Scan::Failed(failed, std::time::Instant::now());
+    let failed = ScanState::Failed(failed, std::time::Instant::now());
     adapter.scanner.state.send_replace(failed);
     assert_eq!(adapter.status()["is_healthy"], false);
     assert_eq!(
@@ -310,9 +310,9 @@ async fn failure_of_the_medium_costs_one_object() {
             object: one.clone(),
             to: memory.buffer(one.len),
         };
-        let mut load = RawLoad::new(&adapter.objects, item);
+        let mut load = RawRead::new(&adapter.objects, item);
         let mut tail = Tail::default();
-        let Begun::Moving(moving) = load.begin(0, &mut tail).unwrap() else {
+        let FileStep::Moving(moving) = load.begin(0, &mut tail).unwrap() else {
             panic!("nothing to read");
         };
         let failed = FileError::System {
