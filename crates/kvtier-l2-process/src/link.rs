@@ -26,11 +26,8 @@ use super::supervisor::Supervisor;
 use kvtier_common::sync::RateLimited;
 use kvtier_l2::{
     ErrorKind, L2Error,
-    backoff::{FIRST_PAUSE, pause},
+    backoff::{FIRST_PAUSE, REFUSED_PAUSE, pause},
 };
-
-/// Pause after a refused hello.
-const REFUSED_PAUSE: Duration = Duration::from_secs(30);
 
 /// Time for the answer to the hello.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);

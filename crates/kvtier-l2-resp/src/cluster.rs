@@ -22,7 +22,7 @@ use super::errors;
 use super::pool::ConnectionPool;
 use super::reply::Value;
 use super::slots::{self, Range, Redirect, SLOTS, slot};
-use kvtier_l2::{ErrorKind, L2Error};
+use kvtier_l2::{ErrorKind, L2Error, backoff::REFUSED_PAUSE};
 
 /// Primaries at most. Redis' own limit of recommendation is 1000 nodes.
 const MAX_PRIMARIES: usize = 1000;
@@ -34,9 +34,8 @@ const MAX_OTHERS: usize = 16;
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
 const MAX_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Longest pause after a question that no node answered, and the pause after one that was refused.
+/// Longest pause after a question that no node answered.
 const MAX_PAUSE: Duration = Duration::from_secs(5);
-const REFUSED_PAUSE: Duration = Duration::from_secs(30);
 
 /// Time after which another node is asked for the slots too.
 const NEXT_NODE: Duration = Duration::from_millis(500);

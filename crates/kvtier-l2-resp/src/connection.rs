@@ -16,10 +16,10 @@ use tokio::time::{Instant, sleep_until, timeout};
 use super::command::{Commands, RespReply};
 use super::endpoint::Endpoint;
 use super::pipe::Pipe;
-use kvtier_l2::{ErrorKind, L2Error, backoff::pause};
-
-/// Pause after the server has refused the credentials.
-const REFUSED_PAUSE: Duration = Duration::from_secs(30);
+use kvtier_l2::{
+    ErrorKind, L2Error,
+    backoff::{REFUSED_PAUSE, pause},
+};
 
 /// Commands and where their replies go.
 pub(super) struct ConnectionCall {

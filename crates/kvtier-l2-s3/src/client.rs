@@ -18,10 +18,7 @@ use super::http::{Http, Outbound, Response, Server};
 use super::limit::{Limit, Permit, S3Class};
 use super::options::{BucketPlace, S3Options};
 use super::{name, sign, time};
-use kvtier_l2::{ErrorKind, L2Error};
-
-/// Pause after the backend has refused a request: nothing is sent meanwhile.
-const REFUSED_PAUSE: Duration = Duration::from_secs(30);
+use kvtier_l2::{ErrorKind, L2Error, backoff::REFUSED_PAUSE};
 
 /// How long the last answer of a healthy backend counts before it is probed.
 const PROBED_AFTER: Duration = Duration::from_secs(10);
