@@ -52,8 +52,7 @@ pub use reply::{Reply, ReplyTarget};
 
 use kvtier_common::state::StateDir;
 use kvtier_common::sync::{Mutex, RateLimited, RwLock};
-use kvtier_config::{Change, ServerConfig};
-use kvtier_core::cache::Removed;
+use kvtier_config::ServerConfig;
 use kvtier_core::prompt::{Prompt, PromptReader};
 use kvtier_observe::metrics::Metrics;
 use kvtier_observe::trace::Tracer;
@@ -244,15 +243,6 @@ impl Engine {
         self.context.config()
     }
 
-    /// Reads the file of `--config` again and applies it; returns what has changed. Reloads run one at a time: the caller sees
-    /// to that.
-    ///
-    /// # Errors
-    /// The file is invalid, or changes what needs a restart; then nothing has changed.
-    pub fn reload(&self) -> Result<Vec<Change>> {
-        self.admin.reload()
-    }
-
     /// Metrics of the engine.
     pub fn metrics(&self) -> &Arc<Metrics> {
         &self.context.metrics
@@ -298,7 +288,7 @@ impl Engine {
 
     /// Limits and shares of tenants.
     pub fn quotas(&self) -> &Arc<Quotas> {
-        self.admin.quotas()
+        &self.admin.quotas
     }
 
     /// Serves one request. The reply is used before this returns, or later.
@@ -334,7 +324,7 @@ impl Engine {
             Request::Ping { instance } => self.workers.ping(caller, *instance),
             Request::ReportBlockAllocation(_) => EngineAnswer::nothing(),
             Request::Clear { force } => {
-                self.clear(*force);
+                self.admin.clear(*force);
                 EngineAnswer::nothing()
             }
 
@@ -476,11 +466,6 @@ impl Engine {
     pub fn prefault(&self, stop: &AtomicBool) {
         let requests = || self.requests.load(Ordering::Relaxed);
         self.admin.prefault(stop, requests);
-    }
-
-    /// [`Admin::clear`].
-    pub fn clear(&self, force: bool) -> Removed {
-        self.admin.clear(force)
     }
 
     /// Runs one round of the periodic work: workers that ended or fell silent, segments that their clients have left, expired

@@ -76,7 +76,7 @@ pub(super) async fn clear(
     let engine = Arc::clone(engine(&api)?);
     let did = format!("force {force}");
     begun.set(&did);
-    let cleared = run_blocking(move || engine.clear(force)).await?;
+    let cleared = run_blocking(move || engine.admin().clear(force)).await?;
     let cleared = Cleared {
         tier,
         objects: cleared.objects,

@@ -40,7 +40,7 @@ impl Reloader {
             return Err(Error::new(ErrorKind::InUse, "another reload is running"));
         };
         let checked = self.access.reload()?;
-        let reloaded = self.engine.reload();
+        let reloaded = self.engine.admin().reload();
         let changes = reloaded.inspect_err(|error| {
             let checked = checked.join(", ");
             tracing::error!(%error, checked, "reload of the configuration failed; no flag was changed");

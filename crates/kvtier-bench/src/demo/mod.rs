@@ -344,7 +344,7 @@ impl Demo<'_> {
     fn empty_l1(&self) -> anyhow::Result<bool> {
         let began = Instant::now();
         while !self.context.is_stopped() {
-            self.server.engine().clear(false);
+            self.server.engine().admin().clear(false);
             let left = self.server.engine().admin().readings().objects;
             if left == 0 {
                 return Ok(true);

@@ -20,6 +20,10 @@ pub enum ChecksumError {
     BadRequest(String),
 }
 
+fn refused(error: impl ToString) -> ChecksumError {
+    ChecksumError::BadRequest(error.to_string())
+}
+
 /// MD5 in hex of the blocks of each chunk, as [`Admin::checksums`](super::Admin::checksums) returns them.
 pub(super) fn checksums(
     memory: &dyn EngineMemory,
@@ -28,10 +32,10 @@ pub(super) fn checksums(
     layerwise: bool,
 ) -> Result<Vec<Vec<String>>, ChecksumError> {
     if block_ids.is_empty() {
-        return Err(ChecksumError::BadRequest("block_ids is required".into()));
+        return Err(refused("block_ids is required"));
     }
     if block_ids.len() > MAX_BLOCKS {
-        return Err(ChecksumError::BadRequest(format!(
+        return Err(refused(format!(
             "block_ids has {} ids; allowed: at most {MAX_BLOCKS}",
             block_ids.len()
         )));
@@ -39,16 +43,14 @@ pub(super) fn checksums(
     let chunk_size = usize::try_from(chunk_size)
         .ok()
         .filter(|size| *size > 0)
-        .ok_or_else(|| ChecksumError::BadRequest("chunk_size must be positive".into()))?;
+        .ok_or_else(|| refused("chunk_size must be positive"))?;
     let layout = memory.layout();
     let layers: Vec<_> = layout.grouped_layers().collect();
     let mut sums = vec![Vec::new(); if layerwise { layers.len() } else { 1 }];
     for chunk in block_ids.chunks(chunk_size) {
         let mut digest = Md5::new();
         for (index, layer) in layers.iter().enumerate() {
-            let group = layout
-                .group_of_layer(*layer)
-                .map_err(|error| ChecksumError::BadRequest(error.to_string()))?;
+            let group = layout.group_of_layer(*layer).map_err(refused)?;
             let widen = group.dtype_name == "bfloat16";
             memory
                 .read_blocks(*layer, chunk, &mut |bytes| {
@@ -58,7 +60,7 @@ pub(super) fn checksums(
                         digest.update(bytes)
                     }
                 })
-                .map_err(|error| ChecksumError::BadRequest(error.to_string()))?;
+                .map_err(refused)?;
             if layerwise {
                 sums[index].push(hex::encode(digest.finalize_reset()));
             }

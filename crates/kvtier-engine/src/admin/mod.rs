@@ -60,7 +60,7 @@ pub struct Admin {
     workers: Arc<Workers>,
     transfers: Arc<Transfers>,
     lookups: Arc<Lookups>,
-    quotas: Arc<Quotas>,
+    pub(super) quotas: Arc<Quotas>,
     /// Prompts that are loaded before a request asks for them.
     pub prefetch_jobs: PrefetchJobs,
     /// Reasons of misses.
@@ -86,11 +86,6 @@ impl Admin {
             explanations: Explanations::new(context, lookups),
             prefaulted: AtomicU64::new(0),
         }
-    }
-
-    /// Limits and shares of tenants.
-    pub(crate) fn quotas(&self) -> &Arc<Quotas> {
-        &self.quotas
     }
 
     /// Drops the objects of L1 that have no lease, or all of them.
@@ -160,12 +155,13 @@ impl Admin {
         sum
     }
 
-    /// Reads the file of `--config` again and applies it; returns what has changed. Reloads run one at a time.
+    /// Reads the file of `--config` again and applies it; returns what has changed. Reloads run one at a time: the caller sees
+    /// to that.
     ///
     /// # Errors
     /// As [`ServerConfig::read_again`](kvtier_config::ServerConfig::read_again), or a tier cannot have another capacity; then
     /// nothing has changed.
-    pub(crate) fn reload(&self) -> Result<Vec<Change>> {
+    pub fn reload(&self) -> Result<Vec<Change>> {
         let before = self.context.config();
         let (after, changes) = before.read_again()?;
         if changes.is_empty() {

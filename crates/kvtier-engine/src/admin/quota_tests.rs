@@ -227,7 +227,7 @@ fn shares_of_a_tier_bound_its_reloaded_capacity() {
     };
     reserve(600 * MIB).unwrap();
     written("0.5");
-    let error = engine.reload().unwrap_err().to_string();
+    let error = engine.admin.reload().unwrap_err().to_string();
     assert!(
         error.contains(
             "fs-0: 600MiB reserved for all tenants together is more than the 512MiB it has"
@@ -235,7 +235,7 @@ fn shares_of_a_tier_bound_its_reloaded_capacity() {
         "{error}"
     );
     written("2");
-    assert_eq!(engine.reload().unwrap().len(), 1);
+    assert_eq!(engine.admin.reload().unwrap().len(), 1);
     reserve(1500 * MIB).unwrap();
     assert!(reserve(2500 * MIB).is_err());
 }

@@ -1,6 +1,7 @@
 //! `/status` in the shape of LMCache 0.5.6, with its keys as far as they apply.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::atomic::Ordering;
 
 use kvtier_core::cache::FreeSpace;
@@ -81,7 +82,12 @@ pub(super) fn status(admin: &Admin, healthy: bool) -> Status {
     let (transfers, quarantined, quarantined_bytes) = admin.transfers.prepared.counts();
     let workers = admin.workers.restored();
     let heritage = &context.l1.heritage;
-    let kept_in = context.l1.kept_in();
+    let left_out_objects = heritage.rejected.reasons();
+    let left_out_objects = left_out_objects.map(|(fault, count)| (fault.name().to_owned(), count));
+    let left_out = workers.left_out.into_iter();
+    let left_out = left_out.map(|(reason, count)| (reason.to_owned(), count));
+    let (state, kept_in) = (context.state.as_ref(), context.l1.kept_in());
+    let shown = |path: &Path| path.to_string_lossy().into_owned();
     let config = context.config();
     let memory_healthy = context.l1.arena.poisoned().is_none() && stats.accounting_errors == 0;
     let by_backend = BTreeMap::from([("dram".to_owned(), stats.capacity_bytes)]);
@@ -114,11 +120,7 @@ pub(super) fn status(admin: &Admin, healthy: bool) -> Status {
         accounting_errors: stats.accounting_errors,
         restored_objects: heritage.objects,
         restored_bytes: heritage.bytes,
-        left_out_objects: heritage
-            .rejected
-            .reasons()
-            .map(|(fault, count)| (fault.name().to_owned(), count))
-            .collect(),
+        left_out_objects: left_out_objects.collect(),
         unrecorded_objects: context.l1.cache.unrecorded(),
     };
     let quotas = &admin.quotas;
@@ -251,23 +253,12 @@ pub(super) fn status(admin: &Admin, healthy: bool) -> Status {
             l1_capacity_bytes_by_backend: by_backend,
         },
         state: StateStatus {
-            directory: context
-                .state
-                .as_ref()
-                .ok()
-                .map(|state| state.path().to_string_lossy().into_owned()),
-            reason: context.state.as_ref().err().map(ToString::to_string),
-            l1_file: kept_in
-                .as_ref()
-                .ok()
-                .map(|file| file.to_string_lossy().into_owned()),
+            directory: state.ok().map(|state| shown(state.path())),
+            reason: state.err().map(ToString::to_string),
+            l1_file: kept_in.as_deref().ok().map(shown),
             l1_reason: kept_in.err().map(str::to_owned),
             restored_workers: workers.restored,
-            left_out_workers: workers
-                .left_out
-                .into_iter()
-                .map(|(reason, count)| (reason.to_owned(), count))
-                .collect(),
+            left_out_workers: left_out.collect(),
         },
         quotas: QuotaStatus {
             mode: quotas.mode_name().to_owned(),
@@ -275,9 +266,7 @@ pub(super) fn status(admin: &Admin, healthy: bool) -> Status {
             enforced_by: enforced_by.map(|place| place.name.to_string()).collect(),
             num_tenants: quotas.table().len(),
             persisted: quotas.is_persistent(),
-            file: quotas
-                .file()
-                .map(|file| file.to_string_lossy().into_owned()),
+            file: quotas.file().map(shown),
         },
         active_prefetch_jobs: unread,
         active_p2p_lookup_jobs: 0,

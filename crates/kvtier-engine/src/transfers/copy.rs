@@ -15,7 +15,6 @@ use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;
 use kvtier_proto::response::Response;
 
-use super::super::context::Context;
 use super::super::instances::{CopyGuard, Instance};
 use super::super::{Caller, EngineAnswer, Reply};
 use super::store::{GroupChunks, MAX_FURTHER_PIECES, StagedStore, StorePlan, StoreRemainder};
@@ -73,21 +72,13 @@ impl CopyRequest<'_> {
     /// Serves it.
     pub(super) fn serve(&self, reply: Reply) {
         let context = &*self.transfers.context;
-        let Context {
-            instances, metrics, ..
-        } = context;
+        let (instances, metrics) = (&context.instances, &context.metrics);
         let refused = |event: &[u8], reason| {
             if self.direction == Direction::Retrieve {
                 WorkerRange::release_refused(self.transfers, self.instance, self.key);
             }
-            let CopyRequest {
-                direction,
-                instance,
-                key,
-                started,
-                ..
-            } = *self;
-            trace_refused(context, direction, key, instance, started, reason);
+            let (direction, started) = (self.direction, self.started);
+            trace_refused(context, direction, self.key, self.instance, started, reason);
             EngineAnswer::from(Response::transfer(event, false)).because(reason)
         };
         let Some(instance) = instances.get(self.instance) else {
@@ -197,12 +188,7 @@ impl CopyRequest<'_> {
 
     /// Leases what the range needs, and plans the copies.
     fn plan_retrieve(&self, instance: &Arc<Instance>) -> Result<(Transfer, InFlightCopy)> {
-        let Self {
-            transfers,
-            key,
-            skip_tokens,
-            ..
-        } = *self;
+        let (transfers, key, skip_tokens) = (self.transfers, self.key, self.skip_tokens);
         // Counted first: a ping is only refused while none is counted.
         let retrieving = instance.retrieving();
         if self.is_refusing() {

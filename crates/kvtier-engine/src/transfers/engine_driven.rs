@@ -31,12 +31,7 @@ pub struct WorkerRequest<'a> {
 impl<'a> WorkerRequest<'a> {
     /// The transfer that a worker asks for; if there is none, the reason, for the metrics.
     fn copy(&self, operation: &'static str) -> Result<WorkerCopy<'a>, &'static str> {
-        let Self {
-            transfers,
-            key,
-            instance: id,
-            started: now,
-        } = *self;
+        let (transfers, key, id, now) = (self.transfers, self.key, self.instance, self.started);
         let context = &*transfers.context;
         let instance = context.instances.get(id);
         let instance = instance.filter(|instance| instance.patience(now).is_ok());

@@ -148,9 +148,7 @@ impl WorkerCopy<'_> {
     /// Begins a transfer. If one is in flight, or the instance has just left on another connection, it is refused: no
     /// COMMIT would release its grant.
     pub(super) fn grant(&self, id: &TransferId, grant: Grant) -> Result<(), &'static str> {
-        let Transfers {
-            context, prepared, ..
-        } = self.transfers;
+        let (context, prepared) = (&self.transfers.context, &self.transfers.prepared);
         if !prepared.begin(id.clone(), grant, context.now()) {
             return Err("under_way");
         }

@@ -108,16 +108,13 @@ impl Workers {
     ) -> Result<EngineDriven<'static>> {
         let (instance, may_map) = registration::engine_driven(&self.context, caller, context)?;
         let request = KeptRequest::of_engine_driven(caller, context);
-        let same = self
-            .context
-            .instances
-            .get(context.instance)
-            .filter(|known| {
-                known.provisional.is_none()
-                    && known.model_name == instance.model_name
-                    && known.world_size == instance.world_size
-                    && engine_driven_layout(known) == engine_driven_layout(&instance)
-            });
+        let known = self.context.instances.get(context.instance);
+        let same = known.filter(|known| {
+            known.provisional.is_none()
+                && known.model_name == instance.model_name
+                && known.world_size == instance.world_size
+                && engine_driven_layout(known) == engine_driven_layout(&instance)
+        });
         match same {
             Some(instance) => {
                 instance.seen(self.context.now());
@@ -133,11 +130,10 @@ impl Workers {
         }
         let arena = &self.context.l1.arena;
         let pool = arena.shm_name().filter(|_| may_map);
+        let shm_name = pool.map_or("", |name| name.trim_start_matches('/'));
         let null_block_id = self.context.config().null_block_id;
         Ok(EngineDriven {
-            shm_name: pool
-                .map_or_else(String::new, |name| name.trim_start_matches('/').into())
-                .into(),
+            shm_name: shm_name.to_owned().into(),
             pool_size: pool.map_or(0, |_| arena.len()),
             null_block_id: context.groups.as_ref().map(|_| null_block_id),
         })
@@ -146,13 +142,12 @@ impl Workers {
     fn admit(&self, instance: Instance, request: Option<KeptRequest>) -> Result<()> {
         let (id, on_gpu) = (instance.id, instance.is_on_gpu());
         let kept = request.map(|request| (request, kept_memory(&self.context.l1.arena, &instance)));
-        let is_restored = self
-            .context
-            .instances
+        let instances = &self.context.instances;
+        let is_restored = instances
             .get(id)
             .is_some_and(|known| known.provisional.is_some() && is_same(&known, &instance));
-        let earlier = self.kept.insert(&self.context.instances, instance, kept)?;
-        if let Some(instance) = self.context.instances.get(id) {
+        let earlier = self.kept.insert(instances, instance, kept)?;
+        if let Some(instance) = instances.get(id) {
             log_registered(&instance);
         }
         if let Some(earlier) = earlier {
@@ -164,7 +159,7 @@ impl Workers {
                 pages.leave();
             }
             // Another process, or the same one with other memory. The earlier one may still be copying by itself.
-            if let Err(error) = self.context.instances.drain(earlier.id) {
+            if let Err(error) = instances.drain(earlier.id) {
                 tracing::error!("{error}");
             }
             let transfers = self.transfers.abandon(id);

@@ -105,11 +105,8 @@ impl Newcomer {
         caller: Caller,
         registration: &Registration<'_>,
     ) -> Result<Option<Self>> {
-        if !context
-            .config()
-            .supported_transfer_mode
-            .allows_lmcache_driven()
-        {
+        let config = context.config();
+        if !config.supported_transfer_mode.allows_lmcache_driven() {
             return Err(Error::refused(
                 "this server runs with --supported-transfer-mode engine_driven; lmcache_driven workers cannot register",
             ));
@@ -137,7 +134,7 @@ impl Newcomer {
             caller,
             registration,
             chunk_size,
-            context.config().separate_object_groups,
+            config.separate_object_groups,
         )?;
         check_block_tokens(&layout, registration.hints.logical_block_tokens)?;
         Ok(Some(Self {
@@ -197,11 +194,8 @@ pub(super) fn engine_driven(
     caller: Caller,
     registration: &EngineDrivenContext<'_>,
 ) -> Result<(Instance, bool)> {
-    if !context
-        .config()
-        .supported_transfer_mode
-        .allows_engine_driven()
-    {
+    let config = context.config();
+    if !config.supported_transfer_mode.allows_engine_driven() {
         return Err(Error::refused(
             "this server runs with --supported-transfer-mode lmcache_driven; engine_driven workers cannot register",
         ));
@@ -212,7 +206,6 @@ pub(super) fn engine_driven(
         context.chunk_size(registration.chunk_tokens).get() as u64,
     )?;
     let may_map = may_map_pool(context, caller, registration)?;
-    let config = context.config();
     let kind = config.byte_kind(registration.model_name);
     let model = layout.model().with_byte_kind(kind);
     let is_windowed = layout.groups.iter().any(EngineDrivenGroup::is_windowed);

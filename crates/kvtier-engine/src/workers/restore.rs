@@ -42,13 +42,7 @@ fn refused(error: Error) -> Obstacle {
 
 /// Restores the workers of an earlier process.
 pub(super) fn restore(workers: &Arc<Workers>) {
-    let Workers {
-        context,
-        driver_threads,
-        kept: registrations,
-        ..
-    } = &**workers;
-    let instances = &context.instances;
+    let (context, registrations) = (&*workers.context, &workers.kept);
     let deadline = Instant::now() + TIMEOUT;
     let mut pending = BTreeSet::new();
     let (done, ended) = mpsc::channel();
@@ -58,10 +52,10 @@ pub(super) fn restore(workers: &Arc<Workers>) {
             Ok(Restoring::Ready(instance)) => end(workers, id, Ok(instance)),
             Ok(Restoring::OnGpu(newcomer, provisional)) => {
                 pending.insert(id);
-                let (workers, done) = (Arc::clone(workers), done.clone());
-                driver_threads.run(move || {
-                    let opened = reopen(&workers.context, newcomer, provisional, &kept.memory);
-                    end(&workers, id, opened);
+                let (own, done) = (Arc::clone(workers), done.clone());
+                workers.driver_threads.run(move || {
+                    let opened = reopen(&own.context, newcomer, provisional, &kept.memory);
+                    end(&own, id, opened);
                     // The start waits no longer if there is no receiver.
                     let _ = done.send(id);
                 });
@@ -78,7 +72,7 @@ pub(super) fn restore(workers: &Arc<Workers>) {
         };
     }
     let late: Vec<InstanceId> = pending.into_iter().collect();
-    let outcome = registrations.end_restoring(instances, &late);
+    let outcome = registrations.end_restoring(&context.instances, &late);
     if outcome.restored > 0 || !outcome.left_out.is_empty() {
         let left_out = outcome.left_out.iter();
         let left_out = left_out.map(|(reason, count)| format!("{count} {reason}"));

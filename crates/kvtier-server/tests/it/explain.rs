@@ -230,7 +230,7 @@ fn chunks_are_found_in_their_tier() {
     let mut worker = server.engine_driven(1, &scope);
     store(&mut worker, &prompt(1, 4), 1);
     settle(&server);
-    server.engine().clear(true);
+    server.engine().admin().clear(true);
     // One of them is in L1 again.
     assert_eq!(hits(worker.connection(), &scope, &prompt(1, 1), "r"), 1);
     let loaded = server.readings().tiers[0].loaded_objects;
@@ -487,7 +487,7 @@ fn reader_learns_nothing_of_other_salts() {
     assert_eq!(answer["recent_lookups"], json!([]));
     assert_eq!(answer["model_names"], json!(["explain/tenants"]));
     // Lost objects of another tenant are not told either.
-    server.engine().clear(true);
+    server.engine().admin().clear(true);
     assert_eq!(ask_as(&server, READER, &ask), before);
     assert_eq!(ask_as(&server, ADMIN, &ask), nothing);
     assert_eq!(ask_as(&server, "wrong-0123456789abcdef", &ask).0, 401);

@@ -72,7 +72,7 @@ fn given_in_tier(
 ) -> (TestServer, Scope, EngineDrivenWorker, Prompt) {
     let given = given_stored_on(with_fs(directory, &[]), Scope::new(model), chunks);
     settle(&given.0);
-    given.0.engine().clear(true);
+    given.0.engine().admin().clear(true);
     given
 }
 
@@ -182,7 +182,7 @@ fn a_gap_ends_the_prefix() {
             .unwrap();
     }
     settle(&server);
-    assert!(server.engine().clear(true).objects == 3);
+    assert!(server.engine().admin().clear(true).objects == 3);
     assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 1);
     assert_eq!(server.readings().tiers[0].loaded_objects, 1);
 }
@@ -207,7 +207,7 @@ fn early_end_of_request_leaves_nothing() {
         given_stored_on(with_fs(directory.path(), &[]), Scope::new("l2/early"), 64);
     settle(&server);
     for round in 0..20 {
-        server.engine().clear(true);
+        server.engine().admin().clear(true);
         let request = format!("r{round}");
         let all = 0..prompt.len() as u64;
         let connection = worker.connection();
@@ -264,7 +264,7 @@ fn loaded_objects_end_with_request_under_policy() {
         let mut worker = server.engine_driven(1, &scope);
         store(&mut worker, &prompt, 1);
         settle(&server);
-        server.engine().clear(true);
+        server.engine().admin().clear(true);
         assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 5);
         assert_reads(&mut worker, &prompt, 1, "r");
         worker.connection().end_session("r").unwrap();
@@ -356,7 +356,7 @@ fn endless_load_ends_at_deadline_with_l1_hits() {
         server.readings().tiers[1].stored_objects >= 4
     });
     // The stalled tier holds its leases, so the objects stay; a forced clear hides them all the same.
-    server.engine().clear(true);
+    server.engine().admin().clear(true);
     assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 4);
     assert_reads(&mut worker, &prompt, 1, "r");
     assert!(server.readings().l2_queued_bytes > 0);
@@ -379,7 +379,7 @@ fn stop_answers_request_waiting_for_tier() {
     let (server, scope, _worker, prompt) =
         given_stored_on(with_tiers(&[&stalling], &flags), Scope::new("l2/stop"), 4);
     settle(&server);
-    server.engine().clear(true);
+    server.engine().admin().clear(true);
     let mut connection = server.connect();
     let key = scope.scheduler_key(&prompt, 0..prompt.len() as u64, "r");
     connection.lookup(&key).unwrap();
@@ -437,7 +437,7 @@ fn next_tier_loads_after_a_failure() {
         12,
     );
     settle(&server);
-    server.engine().clear(true);
+    server.engine().admin().clear(true);
     assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 12);
     assert_reads(&mut worker, &prompt, 1, "r");
     let readings = server.readings();
@@ -461,7 +461,7 @@ fn unloadable_objects_shorten_the_prefix() {
     let (server, scope, mut worker, prompt) =
         given_stored_on(with_tiers(&[&failing], &[]), Scope::new("l2/lost"), 12);
     settle(&server);
-    server.engine().clear(true);
+    server.engine().admin().clear(true);
     assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 5);
     worker.connection().end_session("r").unwrap();
     let readings = server.readings();
@@ -511,7 +511,7 @@ fn full_tier_keeps_the_beginning_of_a_long_prompt() {
         assert_eq!(stored.unwrap().chunks.len(), 10);
         settle(&server);
     }
-    server.engine().clear(true);
+    server.engine().admin().clear(true);
     // All but the last part that came.
     let kept = hits(worker.connection(), &scope, &long, "long");
     assert!((50..=63).contains(&kept), "{kept}");
@@ -543,7 +543,7 @@ fn full_tier_keeps_most_recently_used() {
     assert_eq!(by_tenant.len(), 1);
     assert_eq!(by_tenant[0].labels, r#"cache_salt="""#);
     assert!(by_tenant[0].value >= evicted as f64);
-    server.engine().clear(true);
+    server.engine().admin().clear(true);
     assert_eq!(hits(worker.connection(), &scope, &prompt(6, 20), "new"), 20);
     assert_reads(&mut worker, &prompt(6, 20), 6, "new");
     assert_eq!(hits(worker.connection(), &scope, &prompt(1, 20), "old"), 0);

@@ -49,7 +49,7 @@ fn a_prompt_is_loaded_before_engines_ask() {
         store(worker, &stored, 1);
     }
     settle(&server);
-    server.engine().clear(true);
+    server.engine().admin().clear(true);
     // Two chunks more than were stored, and a few tokens.
     let mut token_ids = tokens(1, 6);
     token_ids.extend([1, 2, 3]);
@@ -312,7 +312,7 @@ fn prefetch_is_for_one_chunk_size_of_its_model() {
     }
     assert_eq!(submit(json!(-1)).0, 422);
     for (size, chunks) in [(32, 3), (CHUNK, 6)] {
-        server.engine().clear(true);
+        server.engine().admin().clear(true);
         let (status, answer) = submit(json!(size));
         assert_eq!(status, 202, "{answer}");
         let result = completed(&server, &answer);

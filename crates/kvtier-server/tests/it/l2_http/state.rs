@@ -101,7 +101,7 @@ fn tier_operations_are_counted() {
     let known = prompt(1, 4);
     store(&mut worker, &known, 1);
     settle(&server);
-    server.engine().clear(true);
+    server.engine().admin().clear(true);
     assert_eq!(hits(worker.connection(), &scope, &known, "r"), 4);
     // In L1 from now on.
     assert_eq!(hits(worker.connection(), &scope, &known, "s"), 4);
@@ -241,7 +241,7 @@ fn tier_failures_are_counted() {
     let mut worker = server.engine_driven(1, &scope);
     store(&mut worker, &prompt(1, 3), 1);
     settle(&server);
-    server.engine().clear(true);
+    server.engine().admin().clear(true);
     assert_eq!(hits(worker.connection(), &scope, &prompt(1, 3), "r"), 1);
     let (_, _, text) = request(&server, "GET", "/metrics", "");
     let metrics = parse_metrics(&text);
@@ -292,7 +292,7 @@ fn hit_stores_what_a_tier_could_not_store() {
     let mut hits = |request| hits(worker.connection(), &scope, &prompt(1, 3), request);
     assert_eq!(hits("first"), 3);
     settle(&server);
-    server.engine().clear(true);
+    server.engine().admin().clear(true);
     assert_eq!(hits("from the tier"), 3);
 }
 

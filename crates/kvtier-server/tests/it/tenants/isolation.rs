@@ -199,7 +199,7 @@ impl<'s> Round<'s> {
             Act::End => self.end(op),
             Act::Clear => {
                 settle(self.server);
-                self.server.engine().clear(false);
+                self.server.engine().admin().clear(false);
                 self.model.clear();
             }
         }

@@ -56,7 +56,7 @@ fn no_salt_is_in_the_log() {
     connection
         .lookup(&bad.scheduler_key(&prompt, range(0..2), "r"))
         .unwrap();
-    server.engine().clear(false);
+    server.engine().admin().clear(false);
     let stored = files(directory.path());
     assert!(
         stored
@@ -73,7 +73,7 @@ fn no_salt_is_in_the_log() {
         let _ = std::fs::remove_file(path);
         std::fs::create_dir(path).unwrap();
     }
-    server.engine().clear(true);
+    server.engine().admin().clear(true);
     store(&mut worker, MARKER, &prompt, 1);
     settle(&server);
 

@@ -78,7 +78,7 @@ fn deletion_and_prefetch_affect_only_named_tenant() {
     let (status, _, answer) = request(&server, "DELETE", "/cache/objects", &body.to_string());
     assert_eq!(status, 200, "{answer}");
     assert_eq!(files(directory.path()).len(), 4);
-    server.engine().clear(true);
+    server.engine().admin().clear(true);
     let warm = server.engine().admin().prefetch_jobs.start(
         "others",
         1,
