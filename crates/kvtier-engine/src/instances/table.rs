@@ -318,7 +318,7 @@ impl Instances {
         ids.into_iter().filter_map(|id| tables.remove(id)).collect()
     }
 
-    /// Removes and returns the worker of this id if it is [provisional](Provisional).
+    /// Removes and returns the worker of this id if it is [provisional](super::Provisional).
     pub fn take_provisional(&self, id: InstanceId) -> Option<Arc<Instance>> {
         let is_provisional = |tables: &InstanceTables| {
             let instance = tables.by_id.get(&id);

@@ -49,7 +49,7 @@ pub(super) struct HeldTable {
     pub(super) ages: VecDeque<(u64, Box<str>)>,
     pub(super) next_serial: u64,
     pub(super) len: usize,
-    /// Sum of [`Entry::objects`].
+    /// Sum of [`HeldRow::objects`].
     pub(super) held: usize,
     pub(super) schedulers: Schedulers,
 }
