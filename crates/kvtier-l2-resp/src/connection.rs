@@ -7,7 +7,6 @@ use std::collections::VecDeque;
 use std::hash::{BuildHasher as _, RandomState};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
-use std::time::Duration;
 
 use kvtier_common::sync::Mutex;
 use tokio::sync::{mpsc, oneshot};
