@@ -8,7 +8,7 @@ use kvtier_core::random::SplitMix64;
 pub const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const MAX_PAUSE: Duration = Duration::from_secs(5);
 
-/// Pause after a backend has refused its client: another attempt would be refused too, until somebody corrects the cause.
+/// Pause after a backend has refused its client: another attempt would be refused too, until its cause is corrected.
 pub const REFUSED_PAUSE: Duration = Duration::from_secs(10);
 
 /// The pause before another attempt, behind `attempts` failed ones in a row. Clients with other seeds come back at other times.
