@@ -53,19 +53,11 @@ impl LookupBatch {
         // within a row's window rules out every length that ends above it.
         let (mut agreed, mut turn) = (0, 0);
         while hit > 0 && agreed < rows.len() {
-            let absent = match rows[turn].window {
-                None => None,
-                Some(_) => {
-                    let from = needed(rows[turn].window, hit).start;
-                    absent(
-                        state,
-                        namespaces[turn],
-                        &hashes[..hit],
-                        from,
-                        &mut holds[turn],
-                    )
-                }
-            };
+            let absent = rows[turn].window.and_then(|_| {
+                let from = needed(rows[turn].window, hit).start;
+                let (namespace, hold) = (namespaces[turn], &mut holds[turn]);
+                absent(state, namespace, &hashes[..hit], from, hold)
+            });
             turn = (turn + 1) % rows.len();
             match absent {
                 Some(chunk) => (hit, agreed) = (chunk, 0),

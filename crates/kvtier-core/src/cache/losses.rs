@@ -131,12 +131,12 @@ impl Losses {
 }
 
 /// A question to the ring, about keys of several namespaces.
-pub(super) struct Question {
+pub(super) struct LossQuestion {
     keys: Vec<Vec<u64>>,
     latest: HashMap<u64, Option<(u32, LossCause)>>,
 }
 
-impl Question {
+impl LossQuestion {
     pub(super) fn new(seed: &RandomState, asked: &[(&Arc<Namespace>, &[ChunkHash])]) -> Self {
         let keys = asked
             .iter()

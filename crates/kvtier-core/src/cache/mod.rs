@@ -540,7 +540,7 @@ impl<A: ExtentAllocator> Cache<A> {
             let known = state.losses.first()..state.losses.total();
             (state.namespaces.seed.clone(), state.clock, known)
         });
-        let mut question = losses::Question::new(&seed, asked);
+        let mut question = losses::LossQuestion::new(&seed, asked);
         let mut copied = Vec::with_capacity(losses::SLICE);
         for from in known.clone().step_by(losses::SLICE) {
             let to = known.end.min(from + losses::SLICE as u64);

@@ -28,7 +28,7 @@ pub struct ReservedPrompt<'a> {
 }
 
 /// One requested key.
-struct Key<'a> {
+struct ReserveKey<'a> {
     hash: &'a ChunkHash,
     request: u32,
     /// Position of the key in its request.
@@ -42,7 +42,7 @@ struct Key<'a> {
 }
 
 /// One request while it is served.
-struct Opened {
+struct OpenRequest {
     namespace: u32,
     /// Bytes that each of its objects takes.
     taken: u64,
@@ -60,8 +60,8 @@ pub(super) struct ReserveBatch<'a> {
     /// Bytes taken by what is staged, rounding included.
     pub(super) bytes: u64,
     /// Keys in the order in which they are served.
-    keys: Vec<Key<'a>>,
-    opened: Vec<Opened>,
+    keys: Vec<ReserveKey<'a>>,
+    opened: Vec<OpenRequest>,
     /// Residents by chunk. Up to `held_until` they are held, but for those that are [`MISSING`].
     held: Vec<Held>,
     held_until: usize,
@@ -79,7 +79,7 @@ impl<'a> ReserveBatch<'a> {
                 let chunk = chunks.as_mut().and_then(|chunks| {
                     chunks.find_map(|(of_prompt, chunk)| (of_prompt == hash).then_some(chunk))
                 });
-                keys.push(Key {
+                keys.push(ReserveKey {
                     hash,
                     request: number,
                     position,
@@ -118,7 +118,7 @@ impl<'a> ReserveBatch<'a> {
         let has_prompt = options.prompt.is_some();
         let mut staging_left = options.max_staged_bytes.unwrap_or(u64::MAX);
         for request in requests {
-            self.opened.push(Opened {
+            self.opened.push(OpenRequest {
                 namespace: state.namespaces.open(request.namespace),
                 taken: state.allocator.footprint(request.len),
                 is_recorded: false,
@@ -142,7 +142,7 @@ impl<'a> ReserveBatch<'a> {
             }
             let (number, at) = (key.request, key.at as usize);
             let request = &requests[number as usize];
-            let Opened {
+            let OpenRequest {
                 namespace, taken, ..
             } = self.opened[number as usize];
             let more = request.hashes.len() - 1 - key.position as usize;

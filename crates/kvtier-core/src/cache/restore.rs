@@ -5,7 +5,7 @@ use super::reservation::StagedObject;
 use super::slab::{SlotRef, SlotState};
 use super::state::CacheState;
 use super::{ExtentAllocator, ReadLease, Reservation};
-use crate::ledger::{Fault, Found, Journal, Ledger, ObjectState, Rejected, Snapshot, Words};
+use crate::ledger::{Fault, FoundObject, Journal, Ledger, ObjectState, Rejected, Snapshot, Words};
 
 /// What a cache has of an earlier process.
 #[derive(Debug)]
@@ -54,7 +54,7 @@ fn admit_all<W: Words>(
     state: &mut CacheState<impl ExtentAllocator>,
     ledger: &mut Ledger<W>,
     snapshot: &mut Snapshot,
-) -> Vec<Found> {
+) -> Vec<FoundObject> {
     state.namespaces.restore(&snapshot.namespaces);
     let mut kept = std::mem::take(&mut snapshot.objects);
     let extents: Vec<_> = kept
@@ -97,7 +97,7 @@ fn admit_all<W: Words>(
 }
 
 /// Accounts for objects that have their slots, their memory and their namespaces, and puts them in the eviction order.
-fn account_all(state: &mut CacheState<impl ExtentAllocator>, objects: &[Found]) -> Granted {
+fn account_all(state: &mut CacheState<impl ExtentAllocator>, objects: &[FoundObject]) -> Granted {
     let mut granted = Granted::default();
     for found in objects {
         let (number, namespace) = (found.slot, found.namespace);

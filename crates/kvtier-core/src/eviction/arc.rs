@@ -20,7 +20,7 @@ use ghosts::Ghosts;
 
 /// State of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum SlotState {
+enum ArcState {
     /// Not used by any object yet.
     Unused,
     /// Has a new object, in no list yet.
@@ -47,19 +47,19 @@ pub struct ArcPolicy {
     b2: Ghosts,
     /// Target length of T1, the paper's `p`: 0 to `capacity`. It changes by fractions.
     target: f64,
-    slots: BlockVec<SlotState, 4096>,
+    slots: BlockVec<ArcState, 4096>,
     /// Slots that ever had an object; as slots are reused, the most objects there ever were. The paper's `c`.
     capacity: usize,
 }
 
 impl ArcPolicy {
-    fn state(&self, slot: u32) -> SlotState {
-        self.slots.get(slot).copied().unwrap_or(SlotState::Unused)
+    fn state(&self, slot: u32) -> ArcState {
+        self.slots.get(slot).copied().unwrap_or(ArcState::Unused)
     }
 
-    fn set(&mut self, slot: u32, state: SlotState) {
-        self.slots.grow_to(slot, || SlotState::Unused);
-        if std::mem::replace(&mut self.slots[slot], state) == SlotState::Unused {
+    fn set(&mut self, slot: u32, state: ArcState) {
+        self.slots.grow_to(slot, || ArcState::Unused);
+        if std::mem::replace(&mut self.slots[slot], state) == ArcState::Unused {
             self.capacity += 1;
         }
     }
@@ -86,7 +86,7 @@ impl ArcPolicy {
     }
 
     /// The order of a list whose slots must be in this state.
-    fn checked(&self, list: &Lru, kind: SlotState) -> Result<Vec<u32>, Violation> {
+    fn checked(&self, list: &Lru, kind: ArcState) -> Result<Vec<u32>, Violation> {
         let order = list.order()?;
         match order.iter().find(|&&slot| self.state(slot) != kind) {
             None => Ok(order),
@@ -105,29 +105,29 @@ impl EvictionPolicy for ArcPolicy {
 
     fn admit(&mut self, candidate: Candidate, key: u64) {
         let state = if self.adapt(key) {
-            SlotState::Returned
+            ArcState::Returned
         } else {
-            SlotState::New
+            ArcState::New
         };
         self.set(candidate.slot, state);
     }
 
     fn evicted(&mut self, candidate: Candidate, key: u64) {
         match self.state(candidate.slot) {
-            SlotState::T1 => self.b1.insert(key, self.capacity),
-            SlotState::T2 => self.b2.insert(key, self.capacity),
-            SlotState::Unused | SlotState::New | SlotState::Returned => {}
+            ArcState::T1 => self.b1.insert(key, self.capacity),
+            ArcState::T2 => self.b2.insert(key, self.capacity),
+            ArcState::Unused | ArcState::New | ArcState::Returned => {}
         }
     }
 
     fn insert(&mut self, candidate: Candidate, was_used: bool) {
         match (self.state(candidate.slot), was_used) {
-            (SlotState::Unused | SlotState::New, _) | (SlotState::T1, false) => {
-                self.set(candidate.slot, SlotState::T1);
+            (ArcState::Unused | ArcState::New, _) | (ArcState::T1, false) => {
+                self.set(candidate.slot, ArcState::T1);
                 self.t1.insert(candidate, was_used);
             }
-            (SlotState::Returned | SlotState::T2, _) | (SlotState::T1, true) => {
-                self.set(candidate.slot, SlotState::T2);
+            (ArcState::Returned | ArcState::T2, _) | (ArcState::T1, true) => {
+                self.set(candidate.slot, ArcState::T2);
                 self.t2.insert(candidate, was_used);
             }
         }
@@ -136,7 +136,7 @@ impl EvictionPolicy for ArcPolicy {
     /// Among the objects used once, whose number the policy goes on to choose.
     fn insert_first(&mut self, candidate: Candidate) {
         self.remove(candidate);
-        self.set(candidate.slot, SlotState::T1);
+        self.set(candidate.slot, ArcState::T1);
         self.t1.insert_first(candidate);
     }
 
@@ -183,9 +183,9 @@ impl EvictionPolicy for ArcPolicy {
         for ghosts in [&self.b1, &self.b2] {
             ghosts.check(self.capacity)?;
         }
-        let mut order = self.checked(&self.t1, SlotState::T1)?;
+        let mut order = self.checked(&self.t1, ArcState::T1)?;
         let last = order.split_off(self.t1_first());
-        order.extend(self.checked(&self.t2, SlotState::T2)?);
+        order.extend(self.checked(&self.t2, ArcState::T2)?);
         order.extend(last);
         Ok(order)
     }

@@ -10,14 +10,14 @@ const COMPARED: usize = 8;
 
 /// List of a tenant.
 #[derive(Clone, Copy, Debug)]
-struct Tenant {
+struct TenantOrder {
     list: List,
     /// Index in the list of evictable tenants; `NONE` if the tenant is not evictable.
     evictable_at: u32,
     protected: bool,
 }
 
-impl Default for Tenant {
+impl Default for TenantOrder {
     fn default() -> Self {
         Self {
             list: List::default(),
@@ -54,7 +54,7 @@ const NO_LOSER: Loser = Loser {
 pub struct IsolatedLru {
     links: Links<u64>,
     /// Tenants by number.
-    tenants: Vec<Tenant>,
+    tenants: Vec<TenantOrder>,
     /// Tenants that have objects and are not protected.
     evictable: Vec<Evictable>,
     /// Index in `evictable` at which the next comparison starts.
@@ -87,7 +87,8 @@ impl Default for IsolatedLru {
 impl IsolatedLru {
     fn grow_to(&mut self, tenant: u32) {
         if tenant as usize >= self.tenants.len() {
-            self.tenants.resize(tenant as usize + 1, Tenant::default());
+            self.tenants
+                .resize(tenant as usize + 1, TenantOrder::default());
         }
     }
 
@@ -111,7 +112,7 @@ impl IsolatedLru {
 
     /// Updates the list of evictable tenants after a tenant's list or protection changed.
     fn update_evictable(&mut self, tenant: u32) {
-        let Tenant {
+        let TenantOrder {
             list: List { oldest, .. },
             evictable_at,
             protected,
@@ -298,7 +299,7 @@ impl EvictionPolicy for IsolatedLru {
 
     fn bookkeeping_bytes(&self) -> usize {
         self.links.bookkeeping_bytes()
-            + self.tenants.capacity() * size_of::<Tenant>()
+            + self.tenants.capacity() * size_of::<TenantOrder>()
             + self.evictable.capacity() * size_of::<Evictable>()
     }
 }

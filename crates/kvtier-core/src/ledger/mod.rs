@@ -21,7 +21,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 pub use format::{FORMAT_VERSION, Identity, RECORD_BYTES, max_words};
-pub(crate) use snapshot::Found;
+pub(crate) use snapshot::FoundObject;
 pub use snapshot::{Fault, LedgerError, Rejected, Snapshot};
 
 /// Words that survive the process.
@@ -243,7 +243,7 @@ impl<W: Words> Ledger<W> {
                         () if known != Some(&record.reference) => Err(Fault::Namespace),
                         () if !is_inside || record.extent.len == 0 => Err(Fault::Bounds),
                         () if !record.extent.offset.is_multiple_of(align) => Err(Fault::Alignment),
-                        () => Ok(Found {
+                        () => Ok(FoundObject {
                             slot,
                             hash: record.hash,
                             extent: record.extent,

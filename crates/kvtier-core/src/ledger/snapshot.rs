@@ -99,7 +99,7 @@ impl Rejected {
 
 /// An object that is believed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Found {
+pub(crate) struct FoundObject {
     pub(crate) slot: u32,
     pub(crate) hash: ChunkHash,
     pub(crate) extent: Extent,
@@ -117,7 +117,7 @@ pub(crate) struct Found {
 #[derive(Debug)]
 pub struct Snapshot {
     /// Objects in the order of their memory.
-    pub(crate) objects: Vec<Found>,
+    pub(crate) objects: Vec<FoundObject>,
     /// Namespaces by number, as far as objects have them.
     pub(crate) namespaces: Vec<Option<Arc<Namespace>>>,
     pub(crate) rejected: Rejected,

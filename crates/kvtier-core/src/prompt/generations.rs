@@ -163,7 +163,7 @@ pub(super) struct Generations {
 }
 
 /// A known chunk of a prompt.
-pub(super) struct Found<'a> {
+pub(super) struct FoundChunk<'a> {
     pub(super) entry: &'a RememberedChunk,
     pub(super) is_old: bool,
     pub(super) hash: ChunkHash,
@@ -186,7 +186,7 @@ pub(super) struct Arrivals {
 
 impl Arrivals {
     /// Notes that an entry was used.
-    pub(super) fn use_entry(&mut self, found: &Found<'_>) {
+    pub(super) fn use_entry(&mut self, found: &FoundChunk<'_>) {
         self.last = Some(found.entry.key);
         if found.is_old && self.size.entries < MAX_ARRIVALS {
             self.aging.push(found.entry.key);
@@ -220,10 +220,15 @@ impl Generations {
     }
 
     /// The entry with this key, if it really is the chunk behind `previous` at the start of `data`.
-    pub(super) fn find(&self, key: u64, previous: &ChunkHash, data: &[u8]) -> Option<Found<'_>> {
+    pub(super) fn find(
+        &self,
+        key: u64,
+        previous: &ChunkHash,
+        data: &[u8],
+    ) -> Option<FoundChunk<'_>> {
         let (entry, is_old) = self.entry(key)?;
         let (hash, length) = entry.follows(previous, data)?;
-        Some(Found {
+        Some(FoundChunk {
             entry,
             is_old,
             hash,

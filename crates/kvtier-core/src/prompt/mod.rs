@@ -17,7 +17,7 @@ mod tests;
 
 use crate::hashing::{ChunkHash, ChunkHasher};
 use foldhash::quality::RandomState;
-use generations::{Arrivals, Found, GenerationLimits, Generations, RememberedChunk, Table};
+use generations::{Arrivals, FoundChunk, GenerationLimits, Generations, RememberedChunk, Table};
 use kvtier_common::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use kvtier_common::sync::{Mutex, RwLock};
 use kvtier_proto::key::TokenReader;
@@ -308,7 +308,7 @@ impl PromptMemory {
         hint: &AtomicU64,
         behind: &ChunkHash,
         data: &[u8],
-    ) -> Option<Found<'a>> {
+    ) -> Option<FoundChunk<'a>> {
         let hinted = generations.find(hint.load(Relaxed), behind, data);
         if hinted.is_some() {
             return hinted;

@@ -144,7 +144,7 @@ fn what_cannot_be_written_does_not_hold() {
     assert_eq!(lost.kind(), ErrorKind::Io, "{lost}");
     std::fs::remove_file(&path).unwrap();
     let (file, _) = QuotaFile::open(&path).unwrap();
-    assert!(file.save(&Table::default()).is_ok());
+    assert!(file.save(&TenantTable::default()).is_ok());
     let again = quotas.change("c", entry(8 * MIB, 8 * MIB)).unwrap_err();
     assert_eq!(again.kind(), ErrorKind::Io, "{again}");
 }
@@ -321,7 +321,7 @@ fn a_file_from_before_places_were_kept_takes_them_on() {
         tiers: [("fs-0".to_owned(), own)].into(),
         ..TenantEntry::default()
     };
-    file.save(&Table::from_iter([("a", entry)])).unwrap();
+    file.save(&TenantTable::from_iter([("a", entry)])).unwrap();
     let flags = [
         "--quota-file",
         path.to_str().unwrap(),

@@ -4,13 +4,13 @@ use kvtier_core::cache::{Extent, ExtentAllocator};
 
 /// Byte counter. Extents have offsets only so that each is unique.
 #[derive(Debug)]
-pub struct Budget {
+pub struct ByteBudget {
     capacity: u64,
     used: u64,
     next: u64,
 }
 
-impl Budget {
+impl ByteBudget {
     /// Returns a budget of `capacity` bytes; `None` is unbounded.
     pub fn new(capacity: Option<u64>) -> Self {
         Self {
@@ -27,7 +27,7 @@ impl Budget {
     }
 }
 
-impl ExtentAllocator for Budget {
+impl ExtentAllocator for ByteBudget {
     fn allocate(&mut self, bytes: u64, _: u32) -> Option<Extent> {
         let used = self.used.checked_add(bytes)?;
         if used > self.capacity {

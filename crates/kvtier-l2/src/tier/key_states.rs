@@ -100,7 +100,7 @@ impl TenantSums {
 
 /// State under the lock.
 #[derive(Debug, Default)]
-pub(super) struct Table {
+pub(super) struct KeyTable {
     /// Without empty ones.
     states: HashMap<ObjectKey, KeyState>,
     /// By cache salt, without empty ones.
@@ -115,7 +115,7 @@ pub(super) struct Table {
     ended_bytes: u64,
 }
 
-impl Table {
+impl KeyTable {
     fn get(&self, key: &ObjectKey) -> KeyState {
         self.states.get(key).copied().unwrap_or_default()
     }
@@ -300,14 +300,14 @@ pub(super) enum Claim {
 /// Table of the key states behind one lock.
 #[derive(Debug, Default)]
 pub(super) struct KeyStates {
-    table: Mutex<Table>,
+    table: Mutex<KeyTable>,
     /// Changes when deletes have ended.
     deletes_ended: watch::Sender<()>,
 }
 
 impl KeyStates {
     /// Runs `update` under the lock.
-    pub(super) fn with<T>(&self, update: impl FnOnce(&mut Table) -> T) -> T {
+    pub(super) fn with<T>(&self, update: impl FnOnce(&mut KeyTable) -> T) -> T {
         update(&mut self.table.lock())
     }
 
@@ -399,7 +399,7 @@ impl KeyStates {
 
     /// Cancels the pending delete of a key that is about to be stored. Waits while a delete of it is in flight.
     pub(super) async fn claim(&self, key: &ObjectKey) -> Claim {
-        let is_deleting = |table: &Table| table.get(key).deleting.is_some();
+        let is_deleting = |table: &KeyTable| table.get(key).deleting.is_some();
         let mut ended = self.deletes_ended();
         // Cannot fail: `self` has the sender.
         let _ = ended.wait_for(|()| !is_deleting(&self.table.lock())).await;

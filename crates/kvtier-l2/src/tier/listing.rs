@@ -20,7 +20,7 @@ const ASSUMED_CAPACITY: u64 = 1 << 40;
 
 /// Bounds of a listing.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Bounds {
+pub(super) struct ListingBounds {
     /// Objects that are kept.
     pub(super) kept: usize,
     /// Objects that are read.
@@ -29,7 +29,7 @@ pub(super) struct Bounds {
     pub(super) pages: u64,
 }
 
-impl Bounds {
+impl ListingBounds {
     /// Returns the bounds of a tier's listings; `is_open` if others change a backend that has no bound here.
     pub(super) fn of(capacity_bytes: Option<u64>, is_open: bool) -> Self {
         let assumed = if is_open { 0 } else { ASSUMED_CAPACITY };
@@ -43,16 +43,16 @@ impl Bounds {
 }
 
 /// The most recently used objects of a listing.
-pub(super) struct Listing {
-    bounds: Bounds,
+pub(super) struct BackendListing {
+    bounds: ListingBounds,
     /// The least recently used one is on top.
     kept: BinaryHeap<Reverse<Listed>>,
     listed: u64,
     pages: u64,
 }
 
-impl Listing {
-    pub(super) fn new(bounds: Bounds) -> Self {
+impl BackendListing {
+    pub(super) fn new(bounds: ListingBounds) -> Self {
         Self {
             bounds,
             kept: BinaryHeap::new(),
@@ -113,12 +113,12 @@ mod tests {
 
     #[test]
     fn listing_keeps_the_most_recently_used() {
-        let bounds = Bounds {
+        let bounds = ListingBounds {
             kept: 10,
             listed: 1000,
             pages: 100,
         };
-        let mut listing = Listing::new(bounds);
+        let mut listing = BackendListing::new(bounds);
         // In an order that is not the one of their use.
         let mut objects = (0..999).map(|number| TestAdapter::endless_object(number * 7 % 999));
         loop {
@@ -137,12 +137,12 @@ mod tests {
 
     #[test]
     fn listing_of_too_many_pages_ends() {
-        let bounds = Bounds {
+        let bounds = ListingBounds {
             kept: 10,
             listed: 1000,
             pages: 3,
         };
-        let mut listing = Listing::new(bounds);
+        let mut listing = BackendListing::new(bounds);
         assert!(listing.add(Vec::new()) && listing.add(Vec::new()));
         assert!(!listing.add(Vec::new()));
     }

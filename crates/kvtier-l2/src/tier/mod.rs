@@ -37,7 +37,7 @@ pub use usage::AdapterUsage;
 use crate::adapter::{Adapter, ListPage, Listed, Loaded, Stored};
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
-use budget::Budget;
+use budget::ByteBudget;
 use deletes::{DeletesInFlight, missing_result};
 use eviction::SpacePause;
 use key_states::{KeyStates, UncountedBytes};
@@ -113,7 +113,7 @@ enum Adopted {
 /// A lease of an object of a tier, which is not evicted meanwhile.
 #[derive(Debug)]
 pub struct TierLease {
-    _lease: Option<ReadLease<Budget>>,
+    _lease: Option<ReadLease<ByteBudget>>,
 }
 
 /// An adapter with an index of its objects, a capacity, and eviction.
@@ -143,7 +143,7 @@ pub struct TierLease {
 /// ```
 pub struct Tier {
     adapter: Arc<dyn Adapter>,
-    index: Cache<Budget>,
+    index: Cache<ByteBudget>,
     states: Arc<KeyStates>,
     config: TierConfig,
     counters: TierCounters,
@@ -168,7 +168,7 @@ impl Tier {
         }
         let eviction = config.eviction.unwrap_or_default();
         let index = Cache::new(
-            Budget::new(config.capacity_bytes),
+            ByteBudget::new(config.capacity_bytes),
             CacheConfig {
                 eviction: eviction.policy,
                 report_evicted: true,
@@ -294,7 +294,11 @@ impl Tier {
     }
 
     /// Reserves bytes in the index; `None` if the object is there already.
-    fn reserve(&self, key: &ObjectKey, bytes: u64) -> Result<Option<Reservation<Budget>>, L2Error> {
+    fn reserve(
+        &self,
+        key: &ObjectKey,
+        bytes: u64,
+    ) -> Result<Option<Reservation<ByteBudget>>, L2Error> {
         let hash = key.chunk_hash();
         let request = ReserveRequest {
             namespace: key.namespace(),

@@ -3,7 +3,7 @@
 //! Requests are served meanwhile: keys that the index does not have yet are looked up in the backend. Only stores of a
 //! tier with a capacity or strict limits wait, since its free space is unknown. If the recovery fails, they are refused,
 //! and it is retried until it succeeds. Nothing is evicted before its first end, since the order of use is unknown.
-//! A [`Listing`] bounds what is kept of the backend's objects, and how many are read.
+//! A [`BackendListing`] bounds what is kept of the backend's objects, and how many are read.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,9 +17,9 @@ use kvtier_core::{ChunkHash, Namespace};
 use tokio::sync::watch;
 use tokio::time::sleep;
 
-use super::budget::Budget;
+use super::budget::ByteBudget;
 use super::eviction::delete_all_pending;
-use super::listing::{Bounds, Listing};
+use super::listing::{BackendListing, ListingBounds};
 use super::{Adopted, Listed, Tier};
 use crate::adapter::Recovered;
 use crate::error::{ErrorKind, L2Error};
@@ -47,7 +47,7 @@ pub enum Recovery {
 }
 
 /// Early end of a recovery.
-enum Ended {
+enum RecoveryEnd {
     Stopped,
     Failed(L2Error),
 }
@@ -107,11 +107,11 @@ pub(super) async fn recover(tier: &Tier, stop: &AtomicBool) {
         return;
     }
     let mut pause = PAUSE;
-    let bounds = Bounds::of(tier.capacity_bytes(), tier.is_open());
+    let bounds = ListingBounds::of(tier.capacity_bytes(), tier.is_open());
     loop {
         let ended = tokio::select! {
             ended = recover_once(tier, stop, bounds) => ended,
-            () = until_stopped(stop) => Err(Ended::Stopped),
+            () = until_stopped(stop) => Err(RecoveryEnd::Stopped),
         };
         let error = match ended {
             Ok(recovered) => {
@@ -126,8 +126,8 @@ pub(super) async fn recover(tier: &Tier, stop: &AtomicBool) {
                 tier.recovery.set(Recovery::Done(recovered));
                 return;
             }
-            Err(Ended::Failed(error)) => error,
-            Err(Ended::Stopped) => return tier.recovery.stopped(),
+            Err(RecoveryEnd::Failed(error)) => error,
+            Err(RecoveryEnd::Stopped) => return tier.recovery.stopped(),
         };
         let line = format!("{error}; the next try is in {} s", pause.as_secs());
         tracing::warn!(tier = tier.name(), error = %line, "reading what was stored before the start failed");
@@ -141,8 +141,12 @@ pub(super) async fn recover(tier: &Tier, stop: &AtomicBool) {
     }
 }
 
-async fn recover_once(tier: &Tier, stop: &AtomicBool, bounds: Bounds) -> Result<Recovered, Ended> {
-    let listing = Mutex::new(Listing::new(bounds));
+async fn recover_once(
+    tier: &Tier,
+    stop: &AtomicBool,
+    bounds: ListingBounds,
+) -> Result<Recovered, RecoveryEnd> {
+    let listing = Mutex::new(BackendListing::new(bounds));
     let found = |objects: Vec<Listed>| {
         let is_wanted = listing.lock().add(objects);
         is_wanted && !stop.load(Ordering::Relaxed)
@@ -165,21 +169,26 @@ async fn recover_once(tier: &Tier, stop: &AtomicBool, bounds: Bounds) -> Result<
     if result.is_ok() || !tier.is_strict() {
         adopt_all(tier, listing.into_objects(), stop).await?;
     }
-    result.map_err(Ended::Failed)
+    result.map_err(RecoveryEnd::Failed)
 }
 
 /// Adopts in the order of last use. If not all fits, the index evicts by its own policy, but none of the objects that
 /// it had before: those are younger than all of the listing.
-async fn adopt_all(tier: &Tier, objects: Vec<Listed>, stop: &AtomicBool) -> Result<(), Ended> {
+async fn adopt_all(
+    tier: &Tier,
+    objects: Vec<Listed>,
+    stop: &AtomicBool,
+) -> Result<(), RecoveryEnd> {
     let known = hold_resident(tier).await;
     let (index, may_evict) = (tier.index.clone(), tier.may_evict());
     // Sorting millions of them would block lookups on this thread.
     let sorted = tokio::task::spawn_blocking(move || sorted(&index, objects, may_evict)).await;
-    let objects = sorted
-        .map_err(|error| Ended::Failed(L2Error::new(ErrorKind::Unavailable, error.to_string())))?;
+    let objects = sorted.map_err(|error| {
+        RecoveryEnd::Failed(L2Error::new(ErrorKind::Unavailable, error.to_string()))
+    })?;
     for slice in objects.chunks(SLICE) {
         if stop.load(Ordering::Relaxed) {
-            return Err(Ended::Stopped);
+            return Err(RecoveryEnd::Stopped);
         }
         for object in slice {
             let is_surplus = match tier.adopt(&object.key, object.bytes) {
@@ -209,7 +218,7 @@ async fn adopt_all(tier: &Tier, objects: Vec<Listed>, stop: &AtomicBool) -> Resu
 }
 
 /// Leases all objects of the index. Released one after the other, the leases make these the youngest.
-async fn hold_resident(tier: &Tier) -> Vec<ReadLease<Budget>> {
+async fn hold_resident(tier: &Tier) -> Vec<ReadLease<ByteBudget>> {
     let (mut held, mut from) = (Vec::new(), 0);
     loop {
         let page = tier.index.objects(from, SLICE);
@@ -235,7 +244,7 @@ fn hold(
     tier: &Tier,
     namespace: &Namespace,
     hashes: &[ChunkHash],
-    held: &mut Vec<ReadLease<Budget>>,
+    held: &mut Vec<ReadLease<ByteBudget>>,
 ) {
     match tier.index.hold(tier.now(), namespace, hashes) {
         Some(lease) => held.push(lease),
@@ -250,7 +259,7 @@ fn hold(
 
 /// Returns the objects that the index does not have, in the order of last use, or reversed if nothing is evicted for
 /// them.
-fn sorted(index: &Cache<Budget>, mut objects: Vec<Listed>, may_evict: bool) -> Vec<Listed> {
+fn sorted(index: &Cache<ByteBudget>, mut objects: Vec<Listed>, may_evict: bool) -> Vec<Listed> {
     objects.retain(|object| is_new(index, object));
     objects.sort_unstable_by_key(|object| object.used_at);
     if !may_evict {
@@ -259,7 +268,7 @@ fn sorted(index: &Cache<Budget>, mut objects: Vec<Listed>, may_evict: bool) -> V
     objects
 }
 
-fn is_new(index: &Cache<Budget>, object: &Listed) -> bool {
+fn is_new(index: &Cache<ByteBudget>, object: &Listed) -> bool {
     let hash = object.key.chunk_hash();
     !index.contains(object.key.namespace(), &[hash])[0]
 }
@@ -303,7 +312,7 @@ mod tests {
             reserve_bytes: 0,
         };
         let tier = Tier::new(Arc::clone(&adapter) as _, config);
-        let bounds = Bounds {
+        let bounds = ListingBounds {
             kept: 20,
             listed: 1000,
             pages: u64::MAX,

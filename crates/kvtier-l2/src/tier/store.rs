@@ -6,7 +6,7 @@ use kvtier_common::sync::OutageLog;
 use kvtier_core::cache::{ReadLease, Reservation};
 use kvtier_core::object_key::ObjectKey;
 
-use super::budget::Budget;
+use super::budget::ByteBudget;
 use super::deletes::missing_result;
 use super::eviction::{evict_some, evict_surplus, free_capacity, free_quota, pause_for_space};
 use super::key_states::{Claim, UnsentBytes, WriteInFlight};
@@ -37,14 +37,14 @@ impl LastStore {
 
 /// Free bytes of the backend, and the bytes whose writes had ended when they were read.
 #[derive(Debug, Clone, Copy)]
-struct FreeSpace {
+struct BackendSpace {
     all: u64,
     /// Free bytes beyond the reserve.
     free: u64,
     ended: u64,
 }
 
-impl FreeSpace {
+impl BackendSpace {
     /// Returns the backend's free space, after it has evicted for what of the batch does not fit.
     async fn make(tier: &Tier, batch: &[StoreItem]) -> Result<Self, L2Error> {
         if tier.is_strict() {
@@ -87,7 +87,7 @@ impl FreeSpace {
 
 /// Progress of one object of a store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Sent {
+enum SendState {
     /// Not sent, or refused: it is not in the backend.
     No,
     /// Sent, and the outcome is unknown.
@@ -105,12 +105,12 @@ struct PlannedStore<'a> {
     key: ObjectKey,
     bytes: u64,
     /// `None` if the key is indeterminate and in the index.
-    reservation: Option<Reservation<Budget>>,
+    reservation: Option<Reservation<ByteBudget>>,
     /// Keeps such a key in the index.
-    _held: Option<ReadLease<Budget>>,
+    _held: Option<ReadLease<ByteBudget>>,
     /// Bytes in the backend of an object whose pending delete was cancelled for this store.
     cancelled_delete: Option<u64>,
-    sent: Sent,
+    sent: SendState,
     unsent: Option<UnsentBytes<'a>>,
     _write: WriteInFlight<'a>,
 }
@@ -121,7 +121,7 @@ impl<'a> PlannedStore<'a> {
         tier: &'a Tier,
         position: usize,
         item: &StoreItem,
-        space_left: FreeSpace,
+        space_left: BackendSpace,
     ) -> Result<Option<Self>, L2Error> {
         item.from.check_len(item.object.len)?;
         let key = &item.object.key;
@@ -172,7 +172,7 @@ impl<'a> PlannedStore<'a> {
             reservation,
             _held: held,
             cancelled_delete: None,
-            sent: Sent::No,
+            sent: SendState::No,
             unsent,
             _write: write,
         }))
@@ -185,10 +185,10 @@ impl<'a> PlannedStore<'a> {
                     self.bytes = stored.bytes();
                     drop(self.reservation.take());
                 }
-                Sent::Done
+                SendState::Done
             }
-            Err(error) if error.kind() == ErrorKind::Deadline => Sent::Unanswered,
-            Err(_) => Sent::No,
+            Err(error) if error.kind() == ErrorKind::Deadline => SendState::Unanswered,
+            Err(_) => SendState::No,
         }
     }
 }
@@ -197,7 +197,7 @@ impl Drop for PlannedStore<'_> {
     fn drop(&mut self) {
         let (tier, key) = (self.tier, &self.key);
         let reservation = self.reservation.take();
-        if self.sent == Sent::No {
+        if self.sent == SendState::No {
             if let Some(bytes) = self.cancelled_delete {
                 tier.states.add_pending(|| vec![(key.clone(), bytes)]);
             }
@@ -205,7 +205,7 @@ impl Drop for PlannedStore<'_> {
             return;
         }
         match self.sent {
-            Sent::Done => tier.states.resolve(key),
+            SendState::Done => tier.states.resolve(key),
             _ => tier.states.set_indeterminate(key),
         }
         match reservation {
@@ -228,7 +228,7 @@ struct StoreBatch<'a> {
 
 impl<'a> StoreBatch<'a> {
     /// Stages the objects that are not there yet.
-    fn new(tier: &'a Tier, batch: Vec<StoreItem>, free: FreeSpace) -> Self {
+    fn new(tier: &'a Tier, batch: Vec<StoreItem>, free: BackendSpace) -> Self {
         let (mut staged, mut items) = (Vec::new(), Vec::new());
         let mut results = vec![None; batch.len()];
         for (position, item) in batch.into_iter().enumerate() {
@@ -317,7 +317,7 @@ impl<'a> StoreBatch<'a> {
             return self.results;
         }
         for object in &mut self.staged {
-            object.sent = Sent::Unanswered;
+            object.sent = SendState::Unanswered;
             object.unsent = None;
         }
         let stored = write(self.tier, self.items).await;
@@ -332,7 +332,7 @@ impl<'a> StoreBatch<'a> {
 
 /// See [`Tier::store`].
 pub(super) async fn store(tier: &Tier, batch: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
-    let results = match FreeSpace::make(tier, &batch).await {
+    let results = match BackendSpace::make(tier, &batch).await {
         Ok(free) => {
             evict_surplus(tier).await;
             let mut batch = StoreBatch::new(tier, batch, free);

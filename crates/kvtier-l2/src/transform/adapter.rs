@@ -7,7 +7,7 @@ use kvtier_core::object_key::ObjectKey;
 use serde_json::{Map, Value};
 
 use super::scratch::{Scratch, ScratchPiece, buffer};
-use super::workers::Workers;
+use super::workers::TransformWorkers;
 use super::{Transform, stored_layout};
 use crate::adapter::{
     Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
@@ -27,7 +27,7 @@ pub(super) struct Transformed {
     inner: Arc<dyn Adapter>,
     transform: Arc<dyn Transform>,
     fingerprint: String,
-    workers: Workers,
+    workers: TransformWorkers,
     for_stores: Scratch,
     for_loads: Scratch,
     /// Objects that could not be read; the next store replaces them.
@@ -65,7 +65,7 @@ impl Transformed {
             inner,
             fingerprint: transform.fingerprint(),
             transform,
-            workers: Workers::new(workers),
+            workers: TransformWorkers::new(workers),
             for_stores: Scratch::new(scratch_bytes / 2),
             for_loads: Scratch::new(scratch_bytes / 2),
             unreadable: KeySet::default(),

@@ -10,7 +10,7 @@ use tokio::task::JoinHandle;
 use crate::error::{ErrorKind, L2Error};
 
 /// Runs jobs on threads of the runtime that may block, at most `count` at once.
-pub(super) struct Workers {
+pub(super) struct TransformWorkers {
     free: Arc<Semaphore>,
     count: u32,
     nanos: Arc<AtomicU64>,
@@ -19,7 +19,7 @@ pub(super) struct Workers {
 /// A job in flight. It runs to its end if this is dropped.
 pub(super) struct TransformJob<T>(JoinHandle<Result<T, L2Error>>);
 
-impl Workers {
+impl TransformWorkers {
     pub(super) fn new(count: u32) -> Self {
         Self {
             free: Arc::new(Semaphore::new(count as usize)),

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use kvtier_server::config::Limit;
-use kvtier_server::quota::{QuotaFile, Table, TenantEntry};
+use kvtier_server::quota::{QuotaFile, TenantEntry, TenantTable};
 
 /// Environment variable of a writer process: its file.
 const FILE: &str = "KVTIER_QUOTA_KILLS_FILE";
@@ -15,7 +15,7 @@ const FILE: &str = "KVTIER_QUOTA_KILLS_FILE";
 const KILLS: u64 = 200;
 
 /// The table of one generation; sizes differ, so that none could be a part of another.
-fn table(generation: u64) -> Table {
+fn table(generation: u64) -> TenantTable {
     let entry = |limit| TenantEntry {
         limit: Limit(Some(limit)),
         ..TenantEntry::default()
@@ -26,7 +26,7 @@ fn table(generation: u64) -> Table {
         .collect()
 }
 
-fn generation(table: &Table) -> u64 {
+fn generation(table: &TenantTable) -> u64 {
     let first = table.get("tenant-0").map(|entry| entry.limit.0.unwrap());
     let generation = first.unwrap_or(0);
     if generation > 0 {

@@ -20,7 +20,7 @@ use kvtier_core::object_key::check_cache_salt;
 use serde::de::{Error as _, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::table::{MAX_TENANTS, Table, TenantEntry};
+use super::table::{MAX_TENANTS, TenantEntry, TenantTable};
 
 /// Version of what is written. Versions 1 and 2 have a checksum, which is not verified, and version 1 has no places.
 const VERSION: u64 = 3;
@@ -86,7 +86,7 @@ impl QuotaFile {
     ///
     /// # Errors
     /// One line with the file, what is wrong, and what to do.
-    pub fn open(place: impl Into<QuotaPlace>) -> Result<(Self, Table)> {
+    pub fn open(place: impl Into<QuotaPlace>) -> Result<(Self, TenantTable)> {
         let place = place.into();
         let (path, seen, table) = load(&place.path).map_err(|error| about(&place, error))?;
         let name = path.file_name().unwrap_or_default().to_string_lossy();
@@ -103,7 +103,7 @@ impl QuotaFile {
     ///
     /// # Errors
     /// As [`QuotaFile::open`].
-    pub fn peek(place: impl Into<QuotaPlace>) -> Result<Table> {
+    pub fn peek(place: impl Into<QuotaPlace>) -> Result<TenantTable> {
         let place = place.into();
         let loaded = load(&place.path).map_err(|error| about(&place, error));
         loaded.map(|(_, _, table)| table)
@@ -118,7 +118,7 @@ impl QuotaFile {
     ///
     /// # Errors
     /// The system's, or that another process has replaced the file since it was read.
-    pub fn save(&self, table: &Table) -> io::Result<()> {
+    pub fn save(&self, table: &TenantTable) -> io::Result<()> {
         let mut seen = self.seen.lock();
         if identity(&self.path)? != *seen {
             return Err(io::Error::other(
@@ -168,11 +168,11 @@ fn about(place: &QuotaPlace, error: Error) -> Error {
 }
 
 /// The path of the file itself, its identity and its table.
-fn load(path: &Path) -> Result<(PathBuf, Option<Identity>, Table)> {
+fn load(path: &Path) -> Result<(PathBuf, Option<Identity>, TenantTable)> {
     let failed = |error| Error::io("it cannot be read", error);
     let path = resolve(path)?;
     let Some(seen) = identity(&path).map_err(failed)? else {
-        return Ok((path, None, Table::default()));
+        return Ok((path, None, TenantTable::default()));
     };
     // A pipe would be waited for.
     if !fs::metadata(&path).map_err(failed)?.is_file() {
@@ -233,7 +233,7 @@ fn write(path: &Path, content: &[u8]) -> io::Result<Identity> {
 }
 
 /// The text of a table.
-fn encode(table: &Table) -> io::Result<Vec<u8>> {
+fn encode(table: &TenantTable) -> io::Result<Vec<u8>> {
     #[derive(Serialize)]
     struct Content<'a> {
         version: u64,
@@ -278,7 +278,7 @@ impl<'de, V: Deserialize<'de>> Deserialize<'de> for UniqueKeys<V> {
 }
 
 /// The table of a text.
-fn decode(content: &[u8]) -> Result<Table> {
+fn decode(content: &[u8]) -> Result<TenantTable> {
     #[derive(Deserialize)]
     struct Head {
         version: u64,
@@ -314,7 +314,7 @@ fn decode(content: &[u8]) -> Result<Table> {
             Error::refused(format!("entry {number} is no tenant's")).source(error)
         })?;
     }
-    Ok(Table::from_iter(quotas).with_places(places))
+    Ok(TenantTable::from_iter(quotas).with_places(places))
 }
 
 #[cfg(test)]

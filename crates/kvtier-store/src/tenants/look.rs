@@ -8,7 +8,7 @@ use kvtier_core::quota::Grant;
 
 use kvtier_config::TierPlace;
 
-use crate::tenants::{Quotas, Table};
+use crate::tenants::{Quotas, TenantTable};
 
 /// Tenants read under one hold of a lock: lookups wait for it.
 const PAGE: usize = 256;
@@ -16,7 +16,7 @@ const PAGE: usize = 256;
 /// A look at the tenants. The table is that of one moment, what they have is read page by page.
 pub struct Look<'a> {
     quotas: &'a Quotas,
-    table: Arc<Table>,
+    table: Arc<TenantTable>,
     /// Bytes per tenant that each tier has evicted and not deleted yet.
     deleting: Vec<BTreeMap<Arc<str>, u64>>,
 }
@@ -47,7 +47,7 @@ impl<'a> Look<'a> {
 
 impl Look<'_> {
     /// The table.
-    pub fn table(&self) -> &Table {
+    pub fn table(&self) -> &TenantTable {
         &self.table
     }
 

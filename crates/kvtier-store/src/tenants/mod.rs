@@ -14,5 +14,5 @@ pub use listing::only_set;
 pub use look::{InTier, Look};
 pub use quotas::{Changes, Opened, Quotas, preflight};
 pub use salts::Salts;
-pub use table::{MAX_TENANTS, Table, TenantEntry, TierEntry};
+pub use table::{MAX_TENANTS, TenantEntry, TenantTable, TierEntry};
 pub use tier::QuotaTier;

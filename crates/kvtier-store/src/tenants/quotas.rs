@@ -20,7 +20,7 @@ use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
 use kvtier_config::{Limit, QuotaSettings, ServerConfig, TierPlace};
 
 use crate::tenants::{
-    Look, MAX_TENANTS, QuotaFile, QuotaPlace, QuotaTier, Salts, Table, TenantEntry,
+    Look, MAX_TENANTS, QuotaFile, QuotaPlace, QuotaTier, Salts, TenantEntry, TenantTable,
 };
 
 /// The table as it was read, for the code that opens the tiers.
@@ -28,7 +28,7 @@ pub struct Opened {
     settings: QuotaSettings,
     places: Vec<TierPlace>,
     file: Option<QuotaFile>,
-    table: Table,
+    table: TenantTable,
 }
 
 impl Opened {
@@ -43,7 +43,7 @@ impl Opened {
             (None, state) => state.map(in_state).transpose()?,
         };
         let (file, table) = match &place {
-            None => (None, Table::default()),
+            None => (None, TenantTable::default()),
             Some(place) => {
                 let (file, read) = QuotaFile::open(place.clone())?;
                 if place.path.exists() || config.quotas.file.is_some() {
@@ -121,8 +121,8 @@ fn prepared(
     config: &ServerConfig,
     place: &QuotaPlace,
     salts: &Salts,
-    table: Table,
-) -> Result<Table> {
+    table: TenantTable,
+) -> Result<TenantTable> {
     // What was set before salts were hashed still holds.
     let table = table
         .renamed(|salt| salts.of_operator(salt).into())
@@ -179,7 +179,7 @@ fn place_of(places: &[TierPlace], tier: &str) -> Option<String> {
 }
 
 /// Tiers may have become smaller since shares were reserved.
-fn check_reserved(config: &ServerConfig, kept: &QuotaPlace, table: &Table) -> Result<()> {
+fn check_reserved(config: &ServerConfig, kept: &QuotaPlace, table: &TenantTable) -> Result<()> {
     for place in config.places() {
         let checked = place.check_reserved(table.reserved(&place.name));
         checked.map_err(|what| {
@@ -225,7 +225,7 @@ pub struct Quotas {
     /// The tier of each place.
     tiers: Vec<Box<dyn QuotaTier>>,
     /// Guards which table is the current one, no longer than that takes to read or to set.
-    table: RwLock<Arc<Table>>,
+    table: RwLock<Arc<TenantTable>>,
     /// Turn to write the file. Only changes of quotas and of capacities wait for it; reads and enforcement do not.
     turn: Mutex<Shares>,
 }
@@ -318,7 +318,7 @@ impl Quotas {
     }
 
     /// The table as it is now.
-    pub fn table(&self) -> Arc<Table> {
+    pub fn table(&self) -> Arc<TenantTable> {
         Arc::clone(&self.table.read())
     }
 
@@ -344,7 +344,7 @@ impl Quotas {
         }
         let mut shares = self.turn.lock();
         let before = self.table();
-        let mut table = Table::clone(&before);
+        let mut table = TenantTable::clone(&before);
         let mut sums = shares.reserved.clone();
         let mut existed = 0;
         let mut salts = Vec::with_capacity(changes.len());

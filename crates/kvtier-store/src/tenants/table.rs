@@ -63,13 +63,13 @@ impl TenantEntry {
 /// assert_eq!(grants, [("tenant", Some(1 << 30))]);
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Table {
+pub struct TenantTable {
     entries: BTreeMap<Arc<str>, Arc<TenantEntry>>,
     /// Locations of the tiers that entries name, so that what was meant for one directory never holds for another.
     places: BTreeMap<String, String>,
 }
 
-impl Table {
+impl TenantTable {
     /// The entry of a tenant.
     pub fn get(&self, salt: &str) -> Option<&Arc<TenantEntry>> {
         self.entries.get(salt)
@@ -171,7 +171,7 @@ impl Table {
     }
 }
 
-impl<S: Into<Arc<str>>> FromIterator<(S, TenantEntry)> for Table {
+impl<S: Into<Arc<str>>> FromIterator<(S, TenantEntry)> for TenantTable {
     fn from_iter<I: IntoIterator<Item = (S, TenantEntry)>>(entries: I) -> Self {
         let entries = entries.into_iter();
         let entries = entries

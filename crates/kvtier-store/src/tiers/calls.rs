@@ -10,12 +10,12 @@ use kvtier_observe::trace::{LookupSpan, TierSpan, TierWork};
 /// Counts calls of tiers and phases of prefetches.
 pub struct Calls {
     metrics: Arc<Metrics>,
-    tiers: Vec<InFlight>,
+    tiers: Vec<TierCalls>,
     phases: [AtomicU64; 3],
 }
 
 /// Calls in flight of one tier.
-struct InFlight {
+struct TierCalls {
     name: Arc<str>,
     calls: [AtomicU64; 3],
     loading_bytes: AtomicU64,
@@ -24,7 +24,7 @@ struct InFlight {
 /// A call of a tier. It is over when this is dropped, whether there was an answer or not.
 pub struct TrackedCall<'a> {
     calls: &'a Calls,
-    tier: &'a InFlight,
+    tier: &'a TierCalls,
     call: TierCall,
     bytes: u64,
     started: Instant,
@@ -49,7 +49,7 @@ pub struct Phase<'a> {
 impl Calls {
     /// Counters for tiers of these names.
     pub fn new<'a>(metrics: Arc<Metrics>, names: impl Iterator<Item = &'a str>) -> Self {
-        let in_flight = |name: &str| InFlight {
+        let in_flight = |name: &str| TierCalls {
             name: name.into(),
             calls: Default::default(),
             loading_bytes: AtomicU64::new(0),

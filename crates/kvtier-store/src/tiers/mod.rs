@@ -47,10 +47,10 @@ use flights::Flights;
 use kvtier_config::L2Config;
 use kvtier_observe::api::{TierEvictionStatus, TierStatus};
 use kvtier_observe::metrics::{Metrics, TierCall, TierReadings};
-use objects::Listing;
+use objects::TierListing;
 use pending::PendingStores;
-use prefetch::Prefetch;
-use store::{BATCH_BYTES, Batch, StoreQueue};
+use prefetch::PromptPrefetch;
+use store::{BATCH_BYTES, StoreQueue, TierBatch};
 use tenants::TierTenants;
 
 /// Threads that plan and wait; adapters have their own for what blocks.
@@ -156,7 +156,7 @@ impl L2 {
     }
 
     /// Starts the tasks that store to a tier and evict from it.
-    fn serve(self: &Arc<Self>, number: usize, queue: UnboundedReceiver<Batch>) {
+    fn serve(self: &Arc<Self>, number: usize, queue: UnboundedReceiver<TierBatch>) {
         self.handle
             .spawn(store::serve(Arc::downgrade(self), number, queue));
         let (stop, tier) = (Arc::clone(&self.stop), Arc::clone(&self.tiers[number]));
@@ -246,14 +246,14 @@ impl L2 {
     /// At most `most` objects of a tier, of one model or of all.
     ///
     /// # Errors
-    /// As the adapter's; [`ErrorKind::Refused`] for an invalid cursor.
+    /// As the adapter's; [`kvtier_l2::ErrorKind::Refused`] for an invalid cursor.
     pub async fn list(
         &self,
         tier: usize,
         from: Cursor,
         model: Option<String>,
         most: usize,
-    ) -> Result<Listing, L2Error> {
+    ) -> Result<TierListing, L2Error> {
         let tier = Arc::clone(&self.tiers[tier]);
         let task = async move { objects::list(&tier, from, model.as_deref(), most).await };
         // Where adapters live.
@@ -378,7 +378,7 @@ impl L2 {
         cancelled: impl Fn() -> bool,
     ) -> Prefetched {
         let (l2, request) = (Arc::clone(self), Arc::clone(request));
-        Prefetch { l2, request }.run(cancelled).await
+        PromptPrefetch { l2, request }.run(cancelled).await
     }
 
     fn now(&self) -> Duration {

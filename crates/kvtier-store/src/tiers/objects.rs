@@ -21,7 +21,7 @@ pub struct Cursor {
 
 /// A part of a listing.
 #[derive(Debug, Default)]
-pub struct Listing {
+pub struct TierListing {
     /// Objects of the part.
     pub objects: Vec<Listed>,
     /// Start of the next part; `None` at the end.
@@ -38,7 +38,7 @@ pub(super) async fn list(
     from: Cursor,
     model: Option<&str>,
     most: usize,
-) -> Result<Listing, L2Error> {
+) -> Result<TierListing, L2Error> {
     let mut objects = Vec::new();
     let Cursor {
         mut position,
@@ -58,7 +58,7 @@ pub(super) async fn list(
         {
             if objects.len() == most {
                 let next = Some(Cursor { position, after });
-                return Ok(Listing { objects, next });
+                return Ok(TierListing { objects, next });
             }
             after = Some(name(&listed));
             if model.is_none_or(|model| **listed.key.model_name() == *model) {
@@ -69,9 +69,9 @@ pub(super) async fn list(
         after = None;
         if position.is_none() {
             let next = None;
-            return Ok(Listing { objects, next });
+            return Ok(TierListing { objects, next });
         }
     }
     let next = Some(Cursor { position, after });
-    Ok(Listing { objects, next })
+    Ok(TierListing { objects, next })
 }

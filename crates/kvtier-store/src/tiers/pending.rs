@@ -11,10 +11,10 @@ use kvtier_core::object_key::ObjectKey;
 use kvtier_core::{ChunkHash, Namespace};
 
 use super::L2;
-use super::store::{StoredObjects, Ticket};
+use super::store::{StoreTicket, StoredObjects};
 
 /// Objects of one request and namespace.
-pub struct Objects {
+pub struct NamespaceObjects {
     /// Namespace as the tiers name it: without a layout.
     pub stored_as: Arc<Namespace>,
     pub namespace: Arc<Namespace>,
@@ -31,7 +31,7 @@ pub struct StoreHold {
     pub(super) shared: Arc<StoredObjects>,
     /// Objects that were deleted since they were given to the tier, or before, and whether also while they are read.
     revoked: Mutex<HashMap<ChunkHash, bool>>,
-    ticket: Option<Ticket>,
+    ticket: Option<StoreTicket>,
 }
 
 impl StoreHold {
@@ -94,12 +94,12 @@ struct StoreHolds {
 }
 
 /// While it lives nothing is revoked. No [`StoreHold`] may go meanwhile.
-pub struct Admission<'a>(MutexGuard<'a, StoreHolds>);
+pub struct StoreAdmission<'a>(MutexGuard<'a, StoreHolds>);
 
 impl PendingStores {
     /// Objects are taken from L1 and recorded here in one step: a deletion there finds them here.
-    pub fn admit(&self) -> Admission<'_> {
-        Admission(self.0.lock())
+    pub fn admit(&self) -> StoreAdmission<'_> {
+        StoreAdmission(self.0.lock())
     }
 
     /// All batches.
@@ -127,14 +127,14 @@ impl PendingStores {
     }
 }
 
-impl Admission<'_> {
+impl StoreAdmission<'_> {
     /// Notes objects that are about to be given to a tier.
     pub fn hold(
         &mut self,
         l2: &Arc<L2>,
         tier: usize,
         shared: &Arc<StoredObjects>,
-        ticket: Ticket,
+        ticket: StoreTicket,
     ) -> Arc<StoreHold> {
         let number = self.0.next;
         self.0.next += 1;

@@ -102,12 +102,12 @@ struct LoadRequest {
 
 /// A prefetch for a lookup.
 #[derive(Clone)]
-pub(super) struct Prefetch {
+pub(super) struct PromptPrefetch {
     pub(super) l2: Arc<L2>,
     pub(super) request: Arc<PrefetchRequest>,
 }
 
-impl Prefetch {
+impl PromptPrefetch {
     /// See [`L2::prefetch`].
     pub(super) async fn run(&self, cancelled: impl Fn() -> bool) -> Prefetched {
         let Self { l2, request } = self;

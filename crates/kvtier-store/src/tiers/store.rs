@@ -18,7 +18,7 @@ use kvtier_l2::{ObjectSpec, StoreItem};
 use tokio::sync::{Notify, Semaphore, mpsc};
 
 use super::L2;
-use super::pending::{Admission, Objects, StoreHold};
+use super::pending::{NamespaceObjects, StoreAdmission, StoreHold};
 use crate::l1::L1Allocator;
 use kvtier_config::StorePolicy;
 use kvtier_observe::metrics::TierCall;
@@ -67,7 +67,7 @@ impl StoredPrompt {
         let Some((hashes, lease)) = leased else {
             return;
         };
-        let objects = Objects {
+        let objects = NamespaceObjects {
             stored_as: namespace.without_layout(),
             namespace: Arc::clone(namespace),
             hashes,
@@ -79,8 +79,8 @@ impl StoredPrompt {
     fn queue(
         self: &Arc<Self>,
         l2: &Arc<L2>,
-        mut admission: Admission<'_>,
-        objects: Objects,
+        mut admission: StoreAdmission<'_>,
+        objects: NamespaceObjects,
         lease: ReadLease<L1Allocator>,
         len: u64,
     ) {
@@ -115,7 +115,7 @@ impl StoredPrompt {
                 },
                 from: l2.buffer(*extent, Arc::clone(&hold) as _),
             });
-            let batch = Batch {
+            let batch = TierBatch {
                 prompt: Arc::clone(self),
                 items: items.collect(),
                 hold,
@@ -127,7 +127,7 @@ impl StoredPrompt {
 }
 
 /// Objects to be stored in one tier, all of one request and namespace.
-pub struct Batch {
+pub struct TierBatch {
     prompt: Arc<StoredPrompt>,
     items: Vec<StoreItem>,
     hold: Arc<StoreHold>,
@@ -137,7 +137,7 @@ pub struct Batch {
 /// What the batches of all tiers for the same objects have in common; the last one to be done drops it.
 pub struct StoredObjects {
     l2: Weak<L2>,
-    pub(super) objects: Objects,
+    pub(super) objects: NamespaceObjects,
     /// Nothing of it leaves L1 meanwhile.
     lease: Option<ReadLease<L1Allocator>>,
     /// Tiers that have all of it; see [`StorePolicy::SkipL1`].
@@ -151,7 +151,7 @@ impl Drop for StoredObjects {
         let Some(l2) = self.l2.upgrade() else { return };
         let is_complete = self.tiers > 0 && *self.complete.get_mut() == self.tiers;
         if l2.config().store_policy == StorePolicy::SkipL1 && is_complete {
-            let Objects {
+            let NamespaceObjects {
                 namespace, hashes, ..
             } = &self.objects;
             l2.cache.unload(namespace, hashes);
@@ -160,14 +160,14 @@ impl Drop for StoredObjects {
 }
 
 /// A part of a tier's bound; dropping it gives it back.
-pub struct Ticket {
+pub struct StoreTicket {
     queues: Arc<Queues>,
     tier: usize,
     objects: u64,
     pub(super) bytes: u64,
 }
 
-impl Drop for Ticket {
+impl Drop for StoreTicket {
     fn drop(&mut self) {
         let queue = &self.queues.of_tier[self.tier];
         queue.objects.fetch_sub(self.objects, Ordering::Relaxed);
@@ -179,7 +179,7 @@ impl Drop for Ticket {
 /// What waits to be stored.
 pub struct StoreQueue {
     bound: u64,
-    senders: Mutex<Vec<mpsc::UnboundedSender<Batch>>>,
+    senders: Mutex<Vec<mpsc::UnboundedSender<TierBatch>>>,
     queues: Arc<Queues>,
     /// Whether a tier could not store something since the last retry.
     pub(super) is_failing: AtomicBool,
@@ -215,7 +215,7 @@ pub struct StoreCounts {
 
 impl StoreQueue {
     /// A queue for each of `tiers` tiers, and where they are served from.
-    pub fn new(tiers: usize, bound: u64) -> (Self, Vec<mpsc::UnboundedReceiver<Batch>>) {
+    pub fn new(tiers: usize, bound: u64) -> (Self, Vec<mpsc::UnboundedReceiver<TierBatch>>) {
         // Unbounded in number: bounded in bytes.
         let (senders, receivers) = (0..tiers).map(|_| mpsc::unbounded_channel()).unzip();
         let queues = Queues {
@@ -246,7 +246,7 @@ impl StoreQueue {
     }
 
     /// Sets bytes of a tier's bound aside; counts what does not fit.
-    pub(super) fn admit(&self, tier: usize, objects: u64, bytes: u64) -> Option<Ticket> {
+    pub(super) fn admit(&self, tier: usize, objects: u64, bytes: u64) -> Option<StoreTicket> {
         let queue = &self.queues.of_tier[tier];
         let admitted = queue
             .bytes
@@ -259,7 +259,7 @@ impl StoreQueue {
             return None;
         }
         queue.objects.fetch_add(objects, Ordering::Relaxed);
-        Some(Ticket {
+        Some(StoreTicket {
             queues: Arc::clone(&self.queues),
             tier,
             objects,
@@ -267,7 +267,7 @@ impl StoreQueue {
         })
     }
 
-    fn send(&self, tier: usize, batch: Batch) {
+    fn send(&self, tier: usize, batch: TierBatch) {
         if let Some(sender) = self.senders.lock().get(tier) {
             // Fails when it is ending; the batch releases what it holds.
             let _ = sender.send(batch);
@@ -334,7 +334,7 @@ pub(super) fn lease(
 }
 
 /// Stores the batches of one tier, until its queue ends.
-pub async fn serve(l2: Weak<L2>, number: usize, mut queue: mpsc::UnboundedReceiver<Batch>) {
+pub async fn serve(l2: Weak<L2>, number: usize, mut queue: mpsc::UnboundedReceiver<TierBatch>) {
     let places = Arc::new(Semaphore::new(BATCHES));
     while let Some(batch) = queue.recv().await {
         let Ok(place) = Arc::clone(&places).acquire_owned().await else {
@@ -344,7 +344,7 @@ pub async fn serve(l2: Weak<L2>, number: usize, mut queue: mpsc::UnboundedReceiv
         let tier = Arc::clone(&l2.tiers[number]);
         tokio::spawn(async move {
             let _place = place;
-            let Batch {
+            let TierBatch {
                 prompt,
                 mut items,
                 // It waits until its results are counted.

@@ -4,7 +4,7 @@ use super::*;
 use crate::tenants::TierEntry;
 use kvtier_config::Limit;
 
-fn table() -> Table {
+fn table() -> TenantTable {
     let own = TierEntry {
         limit: Some(Limit(None)),
         reserved: Some(7),
@@ -14,21 +14,21 @@ fn table() -> Table {
         reserved,
         tiers: tiers.iter().map(|tier| (tier.to_string(), own)).collect(),
     };
-    Table::from_iter([
+    TenantTable::from_iter([
         ("", entry(None, 0, &[])),
         ("alice", entry(Some(1 << 40), 1 << 30, &["fs-0", "l1"])),
         ("b\"\n..é", entry(Some(0), 0, &[])),
     ])
 }
 
-fn placed() -> Table {
+fn placed() -> TenantTable {
     let places = [("fs-0".to_owned(), "/data/kv".to_owned())];
     table().with_places(places.into())
 }
 
 #[test]
 fn written_table_is_read_back() {
-    for table in [table(), placed(), Table::default()] {
+    for table in [table(), placed(), TenantTable::default()] {
         assert_eq!(decode(&encode(&table).unwrap()), Ok(table));
     }
 }
@@ -71,7 +71,7 @@ fn what_it_cannot_be_is_named_with_what_to_do() {
     let row = "\"a\":{\"limit\":1,\"reserved\":0}";
     let twice = &format!("{{\"version\":3,\"quotas\":{{{row},{row}}}}}");
     let no_quotas = "{\"version\":3,\"places\":{}}";
-    let bad_salt = encode(&Table::from_iter([("a/b", TenantEntry::default())])).unwrap();
+    let bad_salt = encode(&TenantTable::from_iter([("a/b", TenantEntry::default())])).unwrap();
     let bad_salt = String::from_utf8(bad_salt).unwrap();
     for (content, part) in [
         ("", "damaged, or no quota file"),
@@ -118,10 +118,10 @@ fn a_table_replaces_the_one_before() {
     fs::write(&stale, "half").unwrap();
     let other = directory.path().join(".other.kvtier-tmp");
     fs::write(&other, "of another").unwrap();
-    fs::write(&path, encode(&Table::default()).unwrap()).unwrap();
+    fs::write(&path, encode(&TenantTable::default()).unwrap()).unwrap();
     let (file, before) = QuotaFile::open(&link).unwrap();
     assert!(before.is_empty() && !stale.exists() && other.exists());
-    for table in [table(), Table::default(), table()] {
+    for table in [table(), TenantTable::default(), table()] {
         file.save(&table).unwrap();
         assert_eq!(QuotaFile::peek(&link), Ok(table));
     }
@@ -138,7 +138,7 @@ fn what_cannot_be_written_leaves_the_file_as_it_was() {
     let (file, _) = QuotaFile::open(&path).unwrap();
     file.save(&table()).unwrap();
     // Another process has replaced the file.
-    let theirs = encode(&Table::default()).unwrap();
+    let theirs = encode(&TenantTable::default()).unwrap();
     fs::write(&path, &theirs).unwrap();
     let told = file.save(&table()).unwrap_err().to_string();
     assert!(told.contains("restart the server"), "{told}");
