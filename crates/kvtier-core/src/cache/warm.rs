@@ -11,7 +11,7 @@ const MAX_WARM: usize = 32;
 /// The next victims.
 #[derive(Debug, Default)]
 pub(super) struct WarmVictims {
-    /// How many of them were fetched already. With 0, others may follow.
+    /// How many of them were fetched already; 0 makes the next eviction fetch again.
     pub(super) left: usize,
     upcoming: Vec<u32>,
 }
