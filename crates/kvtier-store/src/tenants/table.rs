@@ -51,13 +51,13 @@ impl TenantEntry {
 ///
 /// ```
 /// use kvtier_config::Limit;
-/// use kvtier_store::tenants::{Entry, Table};
+/// use kvtier_store::tenants::{TenantEntry, TenantTable};
 ///
-/// let mut table = Table::default();
-/// table.set("tenant", Some(Entry {
+/// let mut table = TenantTable::default();
+/// table.set("tenant", Some(TenantEntry {
 ///     limit: Limit(Some(1 << 30)),
 ///     reserved: 1 << 20,
-///     ..Entry::default()
+///     ..TenantEntry::default()
 /// }));
 /// let grants: Vec<_> = table.grants("l1").map(|(salt, grant)| (salt, grant.limit)).collect();
 /// assert_eq!(grants, [("tenant", Some(1 << 30))]);
