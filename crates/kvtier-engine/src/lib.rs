@@ -133,7 +133,7 @@ fn open_state(config: &ServerConfig) -> Result<Result<StateDir>> {
 ///
 /// let config = ServerConfig::from_flags(&["--l1-size-gb", "0.0078125", "--shm-name", ""])?;
 /// let engine = Engine::new(Arc::new(config), Arc::new(Metrics::new()))?;
-/// assert!(engine.scrape().contains("kvtier_l1_objects 0"));
+/// assert!(engine.admin().scrape().contains("kvtier_l1_objects 0"));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Engine {
