@@ -1,5 +1,6 @@
 """Fixtures: servers that are checked when a test ends, and engines that connect to them."""
 
+import gc
 import os
 import subprocess
 import uuid
@@ -23,6 +24,11 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if marker := item.get_closest_marker("ours"):
             item.add_marker(pytest.mark.skip(reason=f"peer: {marker.args[0]}"))
+
+
+def pytest_collection_finish():
+    """What is imported stays: no collection of garbage looks through torch and LMCache again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

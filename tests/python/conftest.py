@@ -1,5 +1,6 @@
 """Servers and engines for the tests of the Python package."""
 
+import gc
 import itertools
 import os
 
@@ -13,6 +14,11 @@ CHUNK = 16
 
 # Log lines of the package go to pytest, not to vLLM's handlers.
 os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+
+
+def pytest_collection_finish():
+    """What is imported stays: no collection of garbage looks through torch and vLLM again."""
+    gc.freeze()
 
 
 class Place:

@@ -126,7 +126,7 @@ INSTANCE = f"kept-{os.getpid()}"
 class Server:
     """One server process on ports of its own; can be killed and started again on the same ports."""
 
-    def __init__(self, command, log, mode="lmcache_driven", chunk=16, l1_gb=0.25, eviction="LRU", flags=(), peer=False, env=None):
+    def __init__(self, command, log, mode="lmcache_driven", chunk=16, l1_gb=0.0625, eviction="LRU", flags=(), peer=False, env=None):
         """`command` starts the server, flags are appended; `log` is the file its output goes to; `env` is added to ours."""
         self.mode, self.chunk, self.peer = mode, chunk, peer
         self.command, self.log = list(command), Path(log)
