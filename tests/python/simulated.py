@@ -15,6 +15,7 @@ from collections import Counter, deque
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from conftest import CHUNK
@@ -23,7 +24,8 @@ from kvrig.waiting import wait_until
 pytest.importorskip("vllm")
 
 from vllm import SamplingParams  # noqa: E402
-from vllm.config import KVTransferConfig  # noqa: E402
+from vllm.config import KVEventsConfig, KVTransferConfig  # noqa: E402
+from vllm.distributed.kv_events import KVEventBatch  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
@@ -114,16 +116,33 @@ class Wrong(AssertionError):
     """A layer would attend to other KV than that of its tokens."""
 
 
+class Published:
+    """A publisher that keeps its encoded batches."""
+
+    def __init__(self):
+        self.batches = []
+
+    def publish(self, batch):
+        """Takes one step's events."""
+        payload = msgspec.msgpack.encode(batch)
+        assert msgspec.msgpack.encode(msgspec.msgpack.decode(payload, type=KVEventBatch)) == payload, "vLLM's own decoder reads another one"
+        self.batches.append(payload)
+
+    def shutdown(self):
+        """Nothing to end."""
+
+
 class Simulation:
     """One engine with a simulated model. `close` ends it."""
 
     def __init__(
         self, server, name, specs, blocks, caching, step_tokens, seed=0, hash_parts=1, checkpoints=False, is_async=False, drafts=0, policy="fcfs",
-        draft_group=None, beside=None, **options,
+        draft_group=None, beside=None, events=False, **options,
     ):
         """`hash_parts`: vLLM's prefix cache finds such parts of blocks too; `checkpoints`: a step has states of such parts;
         `drafts`: tokens that are speculated in each step; `draft_group`: the group of the model that drafts them, as EAGLE's, whose KV
-        depends on the next token too; `beside`: another connector's configuration and whether it comes first, in vLLM's MultiConnector."""
+        depends on the next token too; `beside`: another connector's configuration and whether it comes first, in vLLM's MultiConnector;
+        `events`: vLLM's KV events are published, to `published`."""
         config = copy.deepcopy(_vllm_config(drafts))
         if draft_group is not None:
             for option in ("use_eagle", "use_eagle_block_drop"):
@@ -143,6 +162,7 @@ class Simulation:
         config.scheduler_config.max_num_scheduled_tokens = step_tokens
         config.scheduler_config.max_num_seqs = 4
         config.scheduler_config.async_scheduling, config.scheduler_config.policy = is_async, policy
+        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=events, publisher="null") if events else None
         extra = {
             "kvtier.url": server.url, "kvtier.model_name": name, "kvtier.start": "wait 60", "kvtier.lookup_timeout": 60,
             "kvtier.transfer_mode": "lmcache_driven", "kvtier.follow_resets": False, **options,
@@ -171,6 +191,8 @@ class Simulation:
         self.scheduler = (AsyncScheduler if is_async else Scheduler)(
             config, cache, StructuredOutputManager(config), block_size=max(cached), hash_block_size=hash_block, log_stats=True
         )
+        if events:
+            self.published = self.scheduler.kv_event_publisher = Published()
         self.worker = KVConnectorFactory.create_connector(copy.deepcopy(config), KVConnectorRole.WORKER, cache)
         # kvtier's own connectors, and its part of a step's metadata.
         self.ours, self.our_worker = self.scheduler.connector, self.worker
@@ -199,20 +221,20 @@ class Simulation:
         # preemptions in favour of later requests.
         self.seen = Counter()
 
-    def add(self, name, tokens, salt=None, answer=4, priority=0, **sampling):
+    def add(self, name, tokens, salt=None, answer=4, priority=0, more=(), **sampling):
         """A request arrives."""
         self.prompts[name], self.ends[name] = tokens, len(tokens) + answer
-        self.scheduler.add_request(self.request(name, tokens, salt, answer, priority, **sampling))
+        self.scheduler.add_request(self.request(name, tokens, salt, answer, priority, more, **sampling))
 
-    def request(self, name, tokens, salt=None, answer=1, priority=0, **sampling):
-        """vLLM's request."""
+    def request(self, name, tokens, salt=None, answer=1, priority=0, more=(), **sampling):
+        """vLLM's request. `more`: its other arguments."""
         params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0, **sampling)
         params.update_from_generation_config({}, eos_token_id=1)
-        return Request(name, tokens, params, None, cache_salt=salt, priority=priority, block_hasher=self.hasher)
+        return Request(name, tokens, params, None, cache_salt=salt, priority=priority, block_hasher=self.hasher, **dict(more))
 
-    def matched(self, name, tokens):
+    def matched(self, name, tokens, salt=None):
         """The tokens that the connector finds for a request, which then ends."""
-        connector, request, answer = self.scheduler.connector, self.request(name, tokens), []
+        connector, request, answer = self.scheduler.connector, self.request(name, tokens, salt), []
 
         def known():
             answer[:] = connector.get_num_new_matched_tokens(request, 0)

@@ -405,9 +405,17 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
     def _is_held(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         return request.request_id in self._scheduler.held, None
 
+    @falls_back(dict)
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """Returns where loaded tokens came from: all from the host's memory. The server moves what it finds in a tier there first, and
+        does not say so."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
+
     @falls_back(tuple)
     def take_events(self) -> Iterable[Any]:
-        """Returns events of stores since the last call, if vLLM publishes them."""
+        """Returns events of stored and of removed chunks since the last call, if vLLM publishes them."""
         return self._scheduler.take_events()
 
     @falls_back(lambda: True)

@@ -22,6 +22,11 @@ class PoolResets:
     def _current(self) -> Any:
         return getattr(self._pool, "cached_block_hash_to_block", None)
 
+    @property
+    def are_known(self) -> bool:
+        """Whether resets of this pool are detected."""
+        return self._map is not None
+
     def take(self) -> bool:
         """Whether there was a reset since the last call."""
         seen, self._map = self._map, self._current()

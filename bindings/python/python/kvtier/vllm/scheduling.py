@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_events import BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import KVCacheEvent
 
 from ..limited import RateLimited
 from ..operation import NO_BLOCK
 from ..scheduler import SchedulerAdapter
 from ..transfer import Group
 from .contents import Contents
-from .events import stored_chunks
+from .events import Announcements, ChunkEvents
 from .guard import Errors, falls_back
 from .holds import Holds
 from .kinds import (
@@ -56,8 +56,8 @@ class InFlightStore:
     stored: Counter[int] = field(default_factory=Counter)
     """A chunk's position -> number of workers that have stored their piece of it."""
 
-    events: list[BlockStored] = field(default_factory=list)
-    """One event per chunk, if vLLM publishes events."""
+    events: dict[int, ChunkEvents] = field(default_factory=dict)
+    """A chunk's position -> its events, if vLLM publishes events and the chunk is not announced."""
 
 
 class Scheduling:
@@ -91,10 +91,12 @@ class Scheduling:
         speculates = getattr(vllm_config, "speculative_config", None) is not None
         self.save_decode = options.save_decode and not (self.has_states and speculates)
         self.keys = Keys(self.adapter, options.key_mode, hash_block, Contents(vllm_config))
-        self.hash_block_tokens = hash_block
         transfer, events = vllm_config.kv_transfer_config, vllm_config.kv_events_config
         self.can_load, self.can_store = transfer.is_kv_consumer, transfer.is_kv_producer
-        self.wants_events = events is not None and events.enable_kv_cache_events
+        # None: vLLM publishes no events.
+        self.announcements: Announcements | None = None
+        if events is not None and events.enable_kv_cache_events:
+            self.announcements = Announcements(kv_cache_config, groups, getattr(vllm_config, "num_hash_lookahead_tokens", 0))
         # Of the ranks with the same piece one stores it, and reports.
         self.pieces = identity.world_size
         self.tracked: dict[str, Tracked] = {}
@@ -106,7 +108,6 @@ class Scheduling:
         self.pool_resets: PoolResets | None = None
         # None: vLLM's pool counts no references, or is not known. Then ended requests and preemptions wait for stores.
         self.holds: Holds | None = None
-        self.events: list[KVCacheEvent] = []
         # Loads that vLLM waits for and that could not start, with their blocks.
         self.failed_loads: dict[str, list[list[int]]] = {}
         self.metadata = StepMetadata()
@@ -132,6 +133,7 @@ class Scheduling:
         """Returns the tokens that can be loaded beyond ``computed``; None while the lookup is in flight."""
         if self.pool_resets is not None and self.pool_resets.take():
             self.reset_cache()
+        self._follow_announced()
         tracked = self._track(request)
         tracked.own_tokens, tracked.received = computed, False
         if not self.adapter.has_lookup(request.request_id):
@@ -262,6 +264,7 @@ class Scheduling:
         self.adapter.cleanup_lookup_result(request.request_id)
         found = tracked.cached_tokens
         self.stats.add(lookups=1, hit_tokens=found)
+        self._announce_hit(request, found)
         tracked.stored_tokens = found
         tracked.wants_load = external_tokens > 0
         # Neither vLLM's own prefix is read nor tokens that it computes.
@@ -296,6 +299,7 @@ class Scheduling:
     def step(self, scheduled: Any) -> StepMetadata:
         """Returns the workers' part of a step."""
         self.metadata = metadata = StepMetadata()
+        self._follow_announced()
         self.block_state = getattr(scheduled, "kv_connector_block_state", None)
         preempted = set(scheduled.preempted_req_ids or ())
         if self.holds is None:
@@ -404,7 +408,7 @@ class Scheduling:
         blocks = blocks_of_range(table, self.groups, chunk, start, end)
         keep = tracked.parameters.keep_seconds
         move = Move(request.request_id, self.keys.prompt(request, end), start, end, blocks, tracked.salt, keep_seconds=keep)
-        events = stored_chunks(request, start, end, chunk, self.hash_block_tokens) if self.wants_events else []
+        events = self._store_events(request, start, end, blocks)
         move.number, self.next_number = self.next_number, self.next_number + 1
         if self.holds is not None:
             held = [[block for block in ids if block != NO_BLOCK] for ids in blocks]
@@ -413,6 +417,23 @@ class Scheduling:
         tracked.stored_tokens = end
         tracked.stores += 1
         metadata.stores.append(move)
+
+    @falls_back()
+    def _follow_announced(self) -> None:
+        """Removes announced chunks that the server or vLLM has lost."""
+        if self.announcements is not None:
+            client = self.adapter.client
+            self.announcements.follow(client.connections if client.is_healthy else None)
+
+    @falls_back(dict)
+    def _store_events(self, request: Any, start: int, end: int, blocks: list[list[int]]) -> dict[int, ChunkEvents]:
+        """Returns the events of a store. Without them it is stored nevertheless."""
+        return self.announcements.chunks(request, start, end, self.chunk, blocks) if self.announcements is not None else {}
+
+    @falls_back()
+    def _announce_hit(self, request: Any, found: int) -> None:
+        if self.announcements is not None:
+            self.announcements.found(request, found, self.chunk)
 
     def _current_blocks(self, request_id: str) -> Any:
         """Returns a request's blocks by vLLM's tables of this step."""
@@ -481,13 +502,14 @@ class Scheduling:
 
     def _apply_report(self, report: WorkerReport) -> None:
         """Applies ended stores, and chunks whose pieces are stored by every worker."""
-        for (number, chunk), workers in report.stored.items():
+        self._follow_announced()
+        for (number, chunk), workers in sorted(report.stored.items()):
             store = self.in_flight_stores.get(number)
             if store is None:
                 continue
             store.stored[chunk] += workers
-            if store.events and store.stored[chunk] == self.pieces:
-                self.events.append(store.events[chunk])
+            if self.announcements is not None and store.stored[chunk] == self.pieces and chunk in store.events:
+                self.announcements.stored(store.events[chunk])
         for number, workers in report.ended.items():
             store = self.in_flight_stores.get(number)
             if store is not None:
@@ -506,8 +528,8 @@ class Scheduling:
 
     def take_events(self) -> list[KVCacheEvent]:
         """Returns the events since the last call."""
-        events, self.events = self.events, []
-        return events
+        self._follow_announced()
+        return self.announcements.take() if self.announcements is not None else []
 
     def take_stats(self) -> KvTierStats | None:
         """Returns the counters since the last call."""
@@ -545,6 +567,8 @@ class Scheduling:
         cache too."""
         if self.options.follow_resets:
             self.pool_resets = PoolResets(pool)
+        if self.announcements is not None:
+            self.announcements.bind_pool(pool)
         # A state that is put off is never offered again, and no hit ends where its prompt does.
         self.holds = Holds.of(pool, is_large=self.has_states)
         if self.holds is None and self.has_windows:
@@ -567,6 +591,8 @@ class Scheduling:
         not suffice: its tiers keep their objects, other engines lease or store old ones, and it may be away.
         """
         self.keys.renew()
+        if self.announcements is not None:
+            self.announcements.reset()
         for tracked in self.tracked.values():
             tracked.matched, tracked.is_stale = False, True
         for request_id in self.tracked:

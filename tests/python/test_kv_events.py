@@ -1,0 +1,426 @@
+"""KV events of vLLM's connector: fields as vLLM has them for its own blocks, and removals that routers follow."""
+
+import hashlib
+import random
+from contextlib import closing
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from conftest import CHUNK
+from kvrig.kv_readers import DynamoReader, LlmdReader
+from kvrig.waiting import wait_until
+from rig import tokens
+from simulated import Simulation, chunked, full, latents, state, window  # skips without vLLM
+
+from vllm_rig import request
+
+from kvtier.operation import NO_BLOCK
+from kvtier.transfer import Group
+from kvtier.vllm import events as events_module
+from kvtier.vllm.events import Announcements
+from vllm import SamplingParams
+from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVEventBatch
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.utils.hashing import sha256
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+
+MODELS = {
+    "full": [full(4)],
+    "latents": [latents(8)],
+    "windows": [full(4), window(4, 8), full(4)],
+    "windows-of-other-blocks": [window(8, 23), full(4)],
+    "local": [full(4), chunked(4, 8)],
+    "states": [state(16), full(16)],
+}
+# How many chunks each prompt has that is asked for.
+CHUNKS = 3
+
+
+def prompt(seed, chunks=CHUNKS):
+    """A prompt of whole chunks and one token, of the model's vocabulary."""
+    return [each % 4000 for each in tokens(chunks * CHUNK + 1, seed)]
+
+
+def events_of(payloads):
+    """The events of batches, as maps."""
+    return [event for payload in payloads for event in msgspec.msgpack.decode(payload)[1]]
+
+
+def blocks_of(events, medium):
+    """(group, hash) -> what `BlockStored` events say of this block. vLLM leaves hashes out of events of windows and states, whose
+    tokens and parents are then not known."""
+    found = {}
+    for event in events:
+        if event["type"] != "BlockStored" or event["medium"] != medium:
+            continue
+        hashes, size, parent = event["block_hashes"], event["block_size"], event["parent_block_hash"]
+        is_dense = len(event["token_ids"]) == size * len(hashes)
+        assert is_dense or medium == "GPU"
+        assert len(event["extra_keys"]) == len(hashes)
+        for place, each in enumerate(hashes):
+            facts = {name: event.get(name) for name in event if name not in ("block_hashes", "medium")}
+            facts |= {"extra_keys": event["extra_keys"][place], "parent_block_hash": parent, "token_ids": event["token_ids"][place * size : place * size + size]}
+            parent = each
+            if not is_dense:
+                del facts["parent_block_hash"], facts["token_ids"]
+            found[event.get("group_idx"), each] = facts
+    return found
+
+
+def adapter(directory):
+    """An adapter whose files are there."""
+    (directory / "adapter").mkdir()
+    (directory / "adapter" / "adapter_model.safetensors").write_bytes(b"weights")
+    return LoRARequest("lora-name", 3, str(directory / "adapter"))
+
+
+def picture(offset, length, name="a"):
+    """A picture at this place."""
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return MultiModalFeatureSpec(None, "image", digest, PlaceholderRange(offset, length), digest)
+
+
+KINDS = {
+    "plain": lambda directory: {},
+    "salted": lambda directory: {"cache_salt": "alice"},
+    "adapter": lambda directory: {"lora_request": adapter(directory)},
+    "pictures": lambda directory: {"mm_features": [picture(3, 8), picture(14, 20, "b"), picture(36, 2, "c")]},
+    "all": lambda directory: {
+        "cache_salt": "alice", "lora_request": adapter(directory), "mm_features": [picture(0, 40)], "session_id": "s1"
+    },
+}  # fmt: skip
+
+
+# proves: docs/python.md#kv-events
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", MODELS)
+def test_stored_blocks_are_described_as_vllms_own(place, tmp_path, model, kind):
+    """Field by field, except for the medium."""
+    directory = tmp_path / "files"
+    directory.mkdir()
+    more = KINDS[kind](directory)
+    with closing(Simulation(place.server(), model, MODELS[model], blocks=600, caching=True, step_tokens=CHUNK, events=True)) as engine:
+        engine.scheduler.encoder_cache_manager, engine.scheduler.max_num_encoder_input_tokens = EncoderCacheManager(10_000), 10_000
+        contents = engine.ours._scheduling.keys._contents
+        contents._has_hashes, contents._started = True, contents._started + 10**12
+        engine.add("a", prompt(kind), more.pop("cache_salt", None), more=more)
+        engine.run()
+        engine.finish_stores()
+        events = events_of(engine.published.batches)
+        own, ours = blocks_of(events, "GPU"), blocks_of(events, "CPU")
+        plain = engine.request("b", prompt(kind))
+        assert engine.errors == 0
+    known = {key: facts for key, facts in own.items() if key in ours}
+    assert {key: {name: ours[key].get(name) for name in facts} for key, facts in known.items()} == known
+    assert {group for group, _ in known} == set(range(len(MODELS[model]))), "each group has blocks in both"
+    for number, spec in enumerate(MODELS[model]):
+        whole = {key for key in ours if key[0] == number}
+        if getattr(spec, "sliding_window", 0) is None:
+            assert len(whole) == CHUNKS * CHUNK // spec.block_size and whole <= own.keys()
+    hashes = {maybe_convert_block_hash(each) for each in plain.block_hashes}
+    assert hashes.isdisjoint(each for _, each in ours) == (kind != "plain")
+
+
+class Router:
+    """Both readers of one engine's batches, of which they get every third; the others are replayed."""
+
+    def __init__(self, batches):
+        self.batches = batches
+        self.readers = [reader(self.batches.__getitem__) for reader in (LlmdReader, DynamoReader)]
+
+    def check(self, announcements, groups):
+        """Checks that each reader has what is announced of these groups."""
+        for number in [*range(2, len(self.batches), 3), len(self.batches) - 1]:
+            for reader in self.readers:
+                if reader.next <= number:
+                    reader.receive(number, self.batches[number])
+        expected = announced(announcements, groups)
+        llmd, dynamo = self.readers
+        assert llmd.resident("cpu") == expected and dynamo.resident("host") == {each for _, each in expected}
+        assert llmd.rejected == [] and dynamo.rejected == []
+        assert announcements._hashes == sum(len(hashes) for chunk in announcements._chunks.values() for _, hashes in chunk)
+        return expected
+
+
+def announced(announcements, groups):
+    """(group, hash) of the announced blocks of these groups."""
+    return {(number, each) for chunk in announcements._chunks.values() for number, hashes in chunk for each in hashes if number in groups}
+
+
+def removals(batches):
+    """(group, hash) of all removals in this medium."""
+    return [(event.get("group_idx"), each) for event in events_of(batches) if event["type"] == "BlockRemoved" and event["medium"] == "CPU" for each in event["block_hashes"]]
+
+
+# proves: docs/python.md#kv-events
+@pytest.mark.parametrize("model", ["full", "windows"])
+def test_readers_end_with_what_is_resident(place, model):
+    """Over stores, equal stores, evictions, another server, a server that hangs, resets, and batches that were missed."""
+    server, groups = place.server(), {number for number, spec in enumerate(MODELS[model]) if spec == full(4)}
+    server.expect_trouble("worker")
+    options = {"kvtier.follow_resets": True, "kvtier.heartbeat": 1}
+    engine = Simulation(server, model, MODELS[model], blocks=600, caching=True, step_tokens=64, events=True, **options)
+    with closing(engine):
+        scheduling = engine.ours._scheduling
+        router, announcements = Router(engine.published.batches), scheduling.announcements
+
+        def asks(name, seed, salt=None):
+            engine.add(name, prompt(seed), salt)
+            engine.run()
+            engine.finish_stores()
+
+        def steps_until(what, condition):
+            wait_until(lambda: engine.step() or condition(), 60, what)
+
+        def are_healthy():
+            return scheduling.adapter.is_healthy and engine.our_worker._adapter.is_healthy
+
+        def check(*found):
+            """Of these prompts everything is resident and announced, of others nothing."""
+            expected = router.check(announcements, groups)
+            assert len(expected) == len(found) * CHUNKS * CHUNK // 4 * len(groups)
+            for number, (seed, salt) in enumerate(found):
+                # The rest of a chunk is needed: vLLM computes the last token.
+                assert engine.matched(f"check-{engine.steps}-{number}", prompt(seed), salt) == CHUNKS * CHUNK
+                hashes = engine.request("r", prompt(seed), salt).block_hashes[: CHUNKS * CHUNK // 4]
+                assert {(group, maybe_convert_block_hash(each)) for each in hashes for group in groups} <= expected
+
+        asks("a", "one")
+        asks("b", "one", "alice")
+        asks("c", "two")
+        check(("one", None), ("one", "alice"), ("two", None))
+        # The server evicts everything, which nothing says yet, and the same is stored again.
+        server.post("/cache/clear")
+        asks("d", "one")
+        assert scheduling.announcements._chunks and removals(engine.published.batches) == []
+        router.check(announcements, groups)
+        # As a stream of the server's removals would say it: the same prompts may be announced again.
+        for identity in list(announcements._chunks):
+            announcements.remove(identity)
+            announcements.remove(identity)
+        engine.step()
+        server.post("/cache/clear")
+        check()
+        for name, seed, salt in (("e", "one", None), ("f", "one", "alice")):
+            asks(name, seed, salt)
+        check(("one", None), ("one", "alice"))
+        # Another server at this address has nothing.
+        server.kill()
+        steps_until("the lost server", lambda: not scheduling.adapter.is_healthy)
+        engine.step()
+        assert router.check(announcements, groups) == set()
+        server.start()
+        steps_until("the next server", are_healthy)
+        check()
+        asks("g", "two")
+        check(("two", None))
+        # A server that hangs has the same as before, which a hit shows.
+        with server.frozen():
+            steps_until("the missed heartbeat", lambda: not scheduling.adapter.is_healthy)
+            engine.step()
+            assert router.check(announcements, groups) == set()
+        steps_until("the server goes on", are_healthy)
+        check()
+        asks("h", "two")
+        check(("two", None))
+        # vLLM itself announces resets; what was stored before is not found any more.
+        before = len(removals(engine.published.batches))
+        assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+        engine.step()
+        check()
+        assert engine.matched("old", prompt("two")) == 0
+        asks("i", "two")
+        check(("two", None))
+        assert len(removals(engine.published.batches)) == before > 0
+        assert engine.errors == 0
+
+
+def test_hit_is_announced(place):
+    """What another engine has stored, and what a server that was away still has; once."""
+    server = place.server()
+    for name in ("first", "second"):
+        with closing(Simulation(server, "hits", [full(4)], blocks=600, caching=True, step_tokens=64, events=True)) as engine:
+            for turn in range(2):
+                engine.add(f"{name}-{turn}", prompt("hit"))
+                engine.run()
+                engine.finish_stores()
+            ours = [event for event in events_of(engine.published.batches) if event.get("medium") == "CPU"]
+            assert len(ours) == CHUNKS and len(blocks_of(ours, "CPU")) == CHUNKS * CHUNK // 4
+            assert [event["token_ids"] for event in ours] == [prompt("hit")[at : at + CHUNK] for at in range(0, CHUNKS * CHUNK, CHUNK)]
+            assert (engine.external > 0) == (name == "second")
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_reset_without_the_connector_is_followed(place, follows):
+    """vLLM announces it for all media, whether keys change or not; what is still found is announced again."""
+    options = {"kvtier.follow_resets": follows}
+    with closing(Simulation(place.server(), "alone", [full(4)], blocks=600, caching=True, step_tokens=64, events=True, **options)) as engine:
+        router, announcements = Router(engine.published.batches), engine.ours._scheduling.announcements
+        for name in ("a", "b"):
+            engine.add(name, prompt("alone"))
+            engine.run()
+            engine.finish_stores()
+            assert len(router.check(announcements, {0})) == CHUNKS * CHUNK // 4
+            assert engine.scheduler.reset_prefix_cache()
+            engine.step()
+            assert router.check(announcements, {0}) == set()
+        assert removals(engine.published.batches) == [] and (engine.external > 0) != follows
+
+
+def test_store_before_reset_is_not_announced(place):
+    """Its report arrives when vLLM has announced that everything is cleared, and no request finds it any more."""
+    with closing(Simulation(place.server(), "late", [full(4)], blocks=600, caching=True, step_tokens=64, events=True)) as engine:
+        engine.add("a", prompt("late"))
+        engine.run()
+        engine.finish_stores()
+        scheduling = engine.ours._scheduling
+        before = announced(scheduling.announcements, {0})
+        reports, apply, scheduling._apply_report = [], scheduling._apply_report, lambda report: reports.append(report)
+        engine.add("b", prompt("later"))
+        wait_until(lambda: engine.step() or any(report.stored for report in reports), 60, "the report")
+        # vLLM's own cache is not reset, so vLLM announces nothing.
+        scheduling.reset_cache()
+        for report in reports:
+            apply(report)
+        engine.step()
+        assert announced(scheduling.announcements, {0}) == set()
+        assert sorted(removals(engine.published.batches)) == sorted(before) != []
+        scheduling._apply_report = apply
+        engine.run()
+
+
+def announcements_of(specs, **options):
+    """The announcements of a model that is connected, and its groups."""
+    groups = [Group([f"g{number}"], spec.block_size, -1 if getattr(spec, "sliding_window", 0) is None else 8) for number, spec in enumerate(specs)]
+    cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([f"g{number}"], spec) for number, spec in enumerate(specs)])
+    cache.hash_block_size = 4
+    made = Announcements(cache, groups, **options)
+    made.follow(1)
+    return made
+
+
+def vllm_request(name, ids, **more):
+    """vLLM's request."""
+    return Request(name, ids, SamplingParams(max_tokens=1), None, block_hasher=get_request_block_hasher(4, sha256), **more)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_readers_follow_random_lives(seed):
+    """Prompts that begin alike are stored, found and evicted in any order, with a small limit: nothing is announced or removed twice."""
+    source, specs = random.Random(seed), MODELS["windows"]
+    announcements, batches, connection = announcements_of(specs, max_hashes=40 + 20 * seed), [], 1
+    router, trunk, waiting = Router(batches), prompt(seed, 6), []
+    for turn in range(150):
+        action = source.choice(["remove", "remove", "server", "reset"] if turn % 5 == 4 else ["store", "report", "find"])
+        cleared = []
+        shared = source.randrange(6 * CHUNK)
+        asked = vllm_request(f"r{turn}", trunk[:shared] + prompt(f"{seed}-{source.randrange(4)}", 6)[shared:], cache_salt=source.choice([None, "alice"]))
+        if action == "store":
+            start = source.randrange(3) * CHUNK
+            places = (6 * CHUNK - start) // 4
+            held = [[1] * places, [source.choice([NO_BLOCK, 1]) for _ in range(places)], [1] * places]
+            made = announcements.chunks(asked, start, 6 * CHUNK, CHUNK, held)
+            for number, chunk in made.items():
+                first = number * CHUNK // 4
+                places = [start // 4 + place for place in range(first, first + CHUNK // 4) if held[1][place] != NO_BLOCK]
+                hashes = [each for group, event in chunk.events if group == 1 for each in event.block_hashes]
+                assert hashes == [maybe_convert_block_hash(asked.block_hashes[place]) for place in places]
+            waiting += made.values()
+        elif action == "report" and waiting:
+            # Mostly in order.
+            for _ in range(min(len(waiting), source.randrange(8))):
+                announcements.stored(waiting.pop(source.choice([0, 0, source.randrange(len(waiting))])))
+        elif action == "find":
+            announcements.found(asked, source.randrange(7) * CHUNK, CHUNK)
+        elif action == "remove" and announcements._chunks:
+            announcements.remove(source.choice(list(announcements._chunks)))
+        elif action == "server":
+            connection = source.choice([None, connection, (connection or 0) + 1])
+            announcements.follow(connection)
+        elif action == "reset":
+            announcements.reset()
+            cleared.append(AllBlocksCleared())
+        batch = KVEventBatch(ts=0.0, events=[*cleared, *announcements.take()])
+        batches.append(msgspec.msgpack.encode(batch))
+        router.check(announcements, {0, 2})
+        assert announcements._hashes <= announcements._max_hashes
+    assert removals(batches)
+
+
+RELEASES = {
+    "0.19": ["extra_keys"],
+    "0.25": ["extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"],
+    "0.33": ["extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality", "ownership", "session_id", "lookahead_token_ids"],
+}
+
+
+# proves: docs/python.md#kv-events
+@pytest.mark.parametrize("release", RELEASES)
+def test_events_have_the_fields_of_each_release(monkeypatch, release):
+    """Those that a release does not know are left out."""
+    first = ["block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"]
+    kind = msgspec.defstruct("BlockStored", [*first, *((name, object, None) for name in RELEASES[release])], tag=True, omit_defaults=True)
+    removed = msgspec.defstruct("BlockRemoved", ["block_hashes", "medium"] if release == "0.19" else ["block_hashes", "medium", "group_idx"], tag=True)
+    monkeypatch.setattr(events_module, "BlockStored", kind)
+    monkeypatch.setattr(events_module, "BlockRemoved", removed)
+    if release == "0.19":
+        for name in ("get_kv_cache_spec_kind", "get_kv_cache_spec_sliding_window"):
+            monkeypatch.delattr(events_module.kv_cache_interface, name)
+    ahead = 2 if release == "0.33" else 0
+    announcements = announcements_of([full(4)], lookahead=ahead)
+    asked = vllm_request("r", prompt("fields", 1), cache_salt="alice", session_id="s", mm_features=[picture(8, 2)])
+    announcements.found(asked, CHUNK, CHUNK)
+    announcements.follow(None)
+    stored, gone = announcements.take()
+    assert set(stored.__struct_fields__) == {*first, *RELEASES[release]}
+    # A hash that covers tokens ahead covers the pictures among them.
+    near = [("alice",), (((picture(8, 2).identifier, 4),) if ahead else None), ((picture(8, 2).identifier, 0),), None]
+    assert stored.extra_keys == near
+    if ahead:
+        ids = asked.all_token_ids
+        assert stored.lookahead_token_ids == [list(ids[end : end + 2]) for end in (4, 8, 12, 16)] and stored.session_id == "s"
+    assert gone.block_hashes == stored.block_hashes and gone.medium == "CPU"
+
+
+def test_request_without_hashes_has_no_events():
+    """vLLM without a prefix cache makes none."""
+    announcements = announcements_of([full(4)])
+    bare = SimpleNamespace(block_hashes=[], all_token_ids=prompt("none", 2))
+    assert announcements.chunks(bare, 0, 2 * CHUNK, CHUNK) == {}
+    announcements.found(bare, 2 * CHUNK, CHUNK)
+    assert announcements.take() == []
+
+
+@pytest.mark.parametrize("broken", ["chunks", "found"])
+def test_request_without_events_is_cached(place, engines, monkeypatch, broken):
+    """If they cannot be made, as of a request that is not vLLM's, chunks are stored and loaded."""
+    engine, ids = engines(place.server(), events=True), tokens(CHUNK + 1, broken)
+
+    def raises(*arguments):
+        raise RuntimeError("as a bug has it")
+
+    monkeypatch.setattr(Announcements, broken, raises)
+    engine.prefill(request("a", ids), range(1, 6))
+    again = request("b", ids)
+    assert engine.match(again) == (CHUNK, True)
+    assert engine.load(again, range(11, 16), 0, CHUNK) == set()
+    engine.finish(again)
+    assert engine.scheduler._scheduling.errors.count > 0
+
+
+def test_hits_count_as_host_memory(engines, place):
+    """The connector does not know which chunks the server read from a tier first."""
+    engine = engines(place.server())
+    sources = engine.scheduler.get_external_cache_hit_sources
+    assert sources(None, 0) == {} and {source.value: count for source, count in sources(None, 48).items()} == {"host": 48}
+
+
+def test_fields_of_this_release_are_known():
+    """One that vLLM adds is noticed: it may be one that routers need."""
+    known = {*RELEASES["0.33"], "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"}
+    assert set(BlockStored.__struct_fields__) <= known
