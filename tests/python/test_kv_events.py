@@ -127,7 +127,7 @@ def test_stored_blocks_are_described_as_vllms_own(place, tmp_path, model, kind):
 
 
 class Router:
-    """Both readers of one engine's batches, of which they get every third; the others are replayed."""
+    """Both readers of one engine's batches. They get every third; the others are replayed."""
 
     def __init__(self, batches):
         self.batches = batches
