@@ -376,11 +376,11 @@ def test_status_and_metrics(serve, engines):
     assert tiers.metric(server, "kvtier_gpu_healthy", gpu="0") == 1
     assert tiers.metric(server, "kvtier_gpu_open_allocations", gpu="0") == 2
     assert server.get("/healthcheck")[0] == 200
-    pinned = lambda: tiers.metric(server, "kvtier_l1_pinned_bytes") == 0.25 * (1 << 30)  # noqa: E731
+    pinned = lambda: tiers.metric(server, "kvtier_l1_pinned_bytes") == server.l1_gb * (1 << 30)  # noqa: E731
     wait_until(pinned, 60, "all of L1 is pinned")
     done = subprocess.run([our_command()[0], "status", server.http], capture_output=True, text=True, timeout=60, check=True)
     lines = done.stdout.splitlines()
-    assert "GPUs      1, CUDA 12.8, 256.00 MiB of 256.00 MiB of L1 pinned" in lines
+    assert "GPUs      1, CUDA 12.8, 64.00 MiB of 64.00 MiB of L1 pinned" in lines
     (line,) = [line for line in lines if line.startswith("  0: kvtier fake GPU, healthy, 2 allocations open, ")]
     assert line.count("(0 in flight)") == 2
     assert any(line.endswith("per token") and ", lmcache-driven on cuda, " in line for line in lines), done.stdout

@@ -122,7 +122,7 @@ def test_page_says_what_status_says(serve, engines, visit, tmp_path):
     """Memory, tiers, workers, lookups, requests and flags, from files that are small; nothing is asked of another server."""
     tier = json.dumps({"type": "fs", "base_path": str(tmp_path / "tier")})
     (tmp_path / "tier").mkdir()
-    server = serve("engine_shm", flags=["--l2-adapter", tier, "--instance-id", "node-7"])
+    server = serve("engine_shm", l1_gb=0.25, flags=["--l2-adapter", tier, "--instance-id", "node-7"])
     engine = engines(server)
     prompt = tokens(64)
     engine.store_prompt(prompt)

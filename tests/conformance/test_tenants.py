@@ -188,7 +188,7 @@ def test_the_page_s_lines_do_what_it_says(serve, tmp_path):
     blocks = re.findall(r"^```console\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     steps = re.findall(r"^\$ (.*)\n([^$].*)", "".join(blocks), re.MULTILINE)
     assert len(steps) == "".join(blocks).count("\n") / 2 > 5, "a line without an answer"
-    server = serve("engine_shm", eviction="IsolatedLRU", flags=["--quota-file", str(tmp_path / "quotas.json")])
+    server = serve("engine_shm", eviction="IsolatedLRU", l1_gb=0.25, flags=["--quota-file", str(tmp_path / "quotas.json")])
     binary = f"{our_command()[0]} "
     for command, shown in steps:
         # The server of the page is on the default port.
