@@ -263,7 +263,7 @@ class ModeCases:
         self.expect("limited-hit", answer, "main", SHARED, local=0)
 
     def events_published(self):
-        """Each chunk was published once, by vLLM's hashes of its blocks, and not again when it was loaded; none was lost."""
+        """Each chunk was published once until all were cleared, by vLLM's hashes of its blocks, also when it was loaded; none was lost."""
         events, wanted = self.vllm.events, (self.prompts.main, CHUNK, self.options.block_size)
         wait_until(lambda: all(events.published(*wanted)), 60, "events of what was stored")
         numbers, counts = events.sequence, events.published(*wanted)

@@ -76,6 +76,16 @@ class Events:
         """`BlockStored` in this medium, in order."""
         return [each for each in self.take() if each["type"] == "BlockStored" and each["medium"] == medium]
 
+    def stretches(self, medium):
+        """`BlockStored` in this medium, in a list per stretch between two resets of vLLM's cache, which clear all media."""
+        found = [[]]
+        for each in self.take():
+            if each["type"] == "AllBlocksCleared":
+                found.append([])
+            elif each["type"] == "BlockStored" and each["medium"] == medium:
+                found[-1].append(each)
+        return found
+
     def hashes(self, prompt, size):
         """What vLLM calls the prompt's blocks of `size` tokens, by its own events."""
         known = {}
@@ -90,7 +100,7 @@ class Events:
         return chain
 
     def published(self, prompt, chunk, size):
-        """For each whole chunk of the prompt, how often the connector has published that it is stored, as vLLM would."""
+        """For each whole chunk of the prompt, how often the connector has published that it is stored, as vLLM would: at most, between two resets."""
         hashes, counts, step = self.hashes(prompt, size), [], chunk // size
         for start in range(0, len(prompt) // chunk * chunk, chunk):
             first = start // size
@@ -100,7 +110,7 @@ class Events:
                 "token_ids": prompt[start : start + chunk],
                 "block_size": size,
             }
-            counts.append(sum(expected.items() <= event.items() for event in self.stored("CPU")))
+            counts.append(max(sum(expected.items() <= event.items() for event in stretch) for stretch in self.stretches("CPU")))
         return counts
 
     def close(self):
