@@ -35,6 +35,11 @@ impl<T> Interner<T> {
             .copied()
     }
 
+    /// The numbers of all values of a hash, and of others that share its place in the table.
+    pub(super) fn of_hash(&self, hash: u64) -> impl Iterator<Item = u32> {
+        self.table.iter_hash(hash).copied()
+    }
+
     pub(super) fn get(&self, number: u32) -> Option<&T> {
         self.entries.get(number as usize)?.as_ref()
     }

@@ -49,7 +49,7 @@ use crate::eviction::EvictionKind;
 use crate::group_row::GroupRow;
 use crate::hashing::ChunkHash;
 use crate::ledger::{Ledger, Snapshot, Words};
-use crate::object_key::Namespace;
+use crate::object_key::{Namespace, ObjectKey};
 use crate::quota::{Grant, QuotaConfig};
 use kvtier_common::sync::Mutex;
 use kvtier_common::sync::atomic::{AtomicU32, Ordering};
@@ -387,6 +387,23 @@ impl<A: ExtentAllocator> Cache<A> {
         hashes: &[ChunkHash],
     ) -> Option<ReadLease<A>> {
         self.lease_by(now, namespace, hashes, CacheState::hold)
+    }
+
+    /// [`hold`](Self::hold) of the object of a key that has no layout, in whichever layout it is resident. Returns its namespace
+    /// too.
+    pub fn hold_any_layout(
+        &self,
+        now: Duration,
+        key: &ObjectKey,
+    ) -> Option<(Arc<Namespace>, ReadLease<A>)> {
+        let hash = key.chunk_hash();
+        let found = self.locked(|state| {
+            let mut numbers = state.namespaces.of_any_layout(key.namespace());
+            let number = numbers.find(|number| state.find(*number, &hash).is_some())?;
+            state.namespaces.get(number).cloned()
+        })?;
+        let lease = self.hold(now, &found, &[hash])?;
+        Some((found, lease))
     }
 
     fn lease_by(

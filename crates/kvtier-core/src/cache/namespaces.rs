@@ -24,6 +24,8 @@ struct NamespaceEntry {
     tenant: u32,
     users: u64,
     /// The namespace's hash.
+    identity: u64,
+    /// [`NamespaceTable::hash`] of it.
     hash: u64,
 }
 
@@ -69,12 +71,24 @@ impl NamespaceTable {
         }
     }
 
+    /// The hash of a namespace in the table: without its layout, so that all layouts of a name are found by it.
+    fn hash(&self, namespace: &Namespace) -> u64 {
+        self.seed.hash_one(namespace.name())
+    }
+
     /// The number of a namespace, if it has objects.
     pub(super) fn find(&self, namespace: &Namespace) -> Option<u32> {
         self.namespaces
-            .find(self.seed.hash_one(namespace), |entry| {
-                *entry.namespace == *namespace
-            })
+            .find(self.hash(namespace), |entry| *entry.namespace == *namespace)
+    }
+
+    /// The numbers of the namespaces that differ from this one in their layout at most.
+    pub(super) fn of_any_layout(&self, namespace: &Namespace) -> impl Iterator<Item = u32> {
+        let numbers = self.namespaces.of_hash(self.hash(namespace));
+        numbers.filter(|number| {
+            let found = self.get(*number);
+            found.is_some_and(|found| found.name() == namespace.name())
+        })
     }
 
     /// The number of a namespace, inserted if it has no objects yet, with one more user.
@@ -131,7 +145,8 @@ impl NamespaceTable {
             model,
             tenant,
             users: 0,
-            hash: seed.hash_one(namespace),
+            identity: seed.hash_one(namespace),
+            hash: seed.hash_one(namespace.name()),
         }
     }
 
@@ -174,7 +189,7 @@ impl NamespaceTable {
     /// A hash of an object's key that stays the same if its namespace was removed and inserted again in between.
     pub(super) fn identity(&self, namespace: u32, hash: &ChunkHash) -> u64 {
         let entry = self.namespaces.get(namespace);
-        entry.map_or(0, |entry| entry.hash) ^ first_word(hash)
+        entry.map_or(0, |entry| entry.identity) ^ first_word(hash)
     }
 
     /// The tenant of a namespace.

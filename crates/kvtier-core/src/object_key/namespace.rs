@@ -83,6 +83,16 @@ impl Namespace {
         &self.cache_salt
     }
 
+    /// All of it but the layout.
+    pub(crate) fn name(&self) -> (&str, u64, u32, &str) {
+        (
+            &self.model_name,
+            self.kv_rank,
+            self.object_group_id,
+            &self.cache_salt,
+        )
+    }
+
     /// The namespace as second tiers name it: their formats have no place for a layout. Shared if it has none.
     pub fn without_layout(self: &Arc<Self>) -> Arc<Self> {
         match self.layout {

@@ -3,7 +3,7 @@
 use crate::cache_support::*;
 use kvtier_core::cache::{Cache, CacheConfig, KeyOutcome, ReserveError, ReserveRequest};
 use kvtier_core::eviction::EvictionKind;
-use kvtier_core::{GroupRow, Namespace};
+use kvtier_core::{GroupRow, Namespace, ObjectKey};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -511,4 +511,24 @@ fn evicted_objects_are_reported_once() {
         assert_eq!(evicted.is_empty(), !report_evicted);
         assert_eq!(cache.take_evicted(), []);
     }
+}
+
+#[test]
+fn object_is_held_in_whichever_layout_it_has() {
+    let cache = cache(100);
+    let layout = |layout, salt| Arc::new(Namespace::new("m", 1, 0, layout, salt).unwrap());
+    let (first, second) = (layout(7, "a"), layout(8, "a"));
+    for (namespace, keys) in [(&first, 0..1), (&second, 1..2), (&layout(9, "b"), 2..3)] {
+        let reserved = cache.reserve(NOW, &request(namespace, &hashes(keys), 10));
+        let _ = reserved.unwrap().reservation.commit(NOW);
+    }
+    let held = |number| {
+        let key = ObjectKey::of(&first, hash(number));
+        cache.hold_any_layout(NOW, &key)
+    };
+    let (namespace, lease) = held(1).unwrap();
+    assert_eq!((namespace, lease.len()), (second, 1));
+    assert_eq!(cache.stats().leased_objects, 1);
+    assert_eq!(held(0).unwrap().0, first);
+    assert!(held(2).is_none() && held(3).is_none());
 }

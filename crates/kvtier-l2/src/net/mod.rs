@@ -6,4 +6,4 @@ mod connect;
 pub mod tls;
 
 pub use connect::{connect_any, host_and_port};
-pub use tls::{ClientTls, TlsError};
+pub use tls::{ClientTls, ServerTls, TlsError};

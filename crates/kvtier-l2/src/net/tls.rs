@@ -11,7 +11,8 @@ use kvtier_common::sync::Mutex;
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::PemObject as _;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
-use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+use tokio_rustls::rustls::server::WebPkiClientVerifier;
+use tokio_rustls::rustls::{ClientConfig, RootCertStore, ServerConfig};
 
 /// Name of [`ClientTls::ca`] in errors.
 pub const CA: &str = "tls_ca";
@@ -54,13 +55,8 @@ impl ClientTls {
         let settings = match &self.identity {
             None => builder.with_no_client_auth(),
             Some((cert, key)) => {
-                let chain = certificates(CERT, cert)?;
-                // Its error is not repeated: it may hold a part of the key.
-                let private = PrivateKeyDer::from_pem_slice(&read(KEY, key)?).map_err(|_| {
-                    let what = "there is no private key in it; give PEM (PKCS#8, PKCS#1 or SEC1), not encrypted";
-                    refused_file(KEY, key, what)
-                })?;
-                let both = builder.with_client_auth_cert(chain, private);
+                let both =
+                    builder.with_client_auth_cert(certificates(CERT, cert)?, private_key(key)?);
                 both.map_err(|error| refused_file(KEY, key, &error.to_string()))?
             }
         };
@@ -80,16 +76,63 @@ impl ClientTls {
     }
 
     fn authorities(&self) -> Result<Arc<RootCertStore>, TlsError> {
-        let Some(path) = &self.ca else {
-            return system_authorities();
-        };
-        let mut roots = RootCertStore::empty();
-        for certificate in certificates(CA, path)? {
-            let added = roots.add(certificate);
-            added.map_err(|error| refused_file(CA, path, &error.to_string()))?;
-        }
-        Ok(Arc::new(roots))
+        self.ca.as_deref().map_or_else(system_authorities, of_file)
     }
+}
+
+/// How a port for other servers is secured.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ServerTls {
+    /// PEM file of a certificate chain, the server's own first.
+    pub cert: PathBuf,
+    /// PEM file of its key.
+    pub key: PathBuf,
+    /// PEM file of the authorities that sign clients' certificates; clients need none without it.
+    pub ca: Option<PathBuf>,
+}
+
+impl ServerTls {
+    /// Reads the files, which blocks.
+    ///
+    /// # Errors
+    /// [`TlsError`].
+    pub fn settings(&self) -> Result<Arc<ServerConfig>, TlsError> {
+        let provider = Arc::new(ring::default_provider());
+        let builder = ServerConfig::builder_with_provider(Arc::clone(&provider))
+            .with_safe_default_protocol_versions()
+            .map_err(|error| refused("TLS", &error.to_string()))?;
+        let builder = match &self.ca {
+            None => builder.with_no_client_auth(),
+            Some(ca) => {
+                let clients =
+                    WebPkiClientVerifier::builder_with_provider(of_file(ca)?, provider).build();
+                let clients = clients.map_err(|error| refused_file(CA, ca, &error.to_string()))?;
+                builder.with_client_cert_verifier(clients)
+            }
+        };
+        let chain = certificates(CERT, &self.cert)?;
+        let both = builder.with_single_cert(chain, private_key(&self.key)?);
+        both.map(Arc::new)
+            .map_err(|error| refused_file(KEY, &self.key, &error.to_string()))
+    }
+}
+
+fn of_file(path: &Path) -> Result<Arc<RootCertStore>, TlsError> {
+    let mut roots = RootCertStore::empty();
+    for certificate in certificates(CA, path)? {
+        let added = roots.add(certificate);
+        added.map_err(|error| refused_file(CA, path, &error.to_string()))?;
+    }
+    Ok(Arc::new(roots))
+}
+
+fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
+    // Its error is not repeated: it may hold a part of the key.
+    PrivateKeyDer::from_pem_slice(&read(KEY, path)?).map_err(|_| {
+        let what =
+            "there is no private key in it; give PEM (PKCS#8, PKCS#1 or SEC1), not encrypted";
+        refused_file(KEY, path, what)
+    })
 }
 
 /// The authorities of the system, which are some hundred files to parse.
