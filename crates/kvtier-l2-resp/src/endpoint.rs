@@ -6,19 +6,19 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
-use kvtier_memory::socket::SocketError;
 use rustix::net::sockopt;
 use tokio::io::Interest;
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
+use tokio_rustls::rustls::ClientConnection;
 
 use super::RespOptions;
 use super::address::Address;
 use super::command::{Commands, RespReply};
 use super::errors;
 use super::reply::{self, Value};
-use super::socket::Socket;
+use super::socket::{Socket, is_not_ready};
 use super::stream::Stream;
 use kvtier_common::sync::RateLimited;
 use kvtier_l2::net::{connect_any, tls::TlsSettings};
@@ -221,7 +221,7 @@ impl Endpoint {
             }
             Address::Tcp(host, port) => {
                 let socket = connect_any(host, *port, limit).await.map_err(failed)?;
-                self.tune(&socket).map_err(failed)?;
+                tune(&socket, self.options.request_timeout).map_err(failed)?;
                 (&**host, Socket::Tcp(socket))
             }
         };
@@ -229,7 +229,10 @@ impl Endpoint {
             return Ok(Stream::plain(socket));
         };
         let (settings, name) = tls.of(host).await?;
-        let secured = timeout(limit / 2, Stream::secure(socket, settings, name)).await;
+        let connection = ClientConnection::new(settings, name);
+        let connection =
+            connection.map_err(|error| self.unavailable(&format_args!("TLS: {error}")))?;
+        let secured = timeout(limit / 2, Stream::secure(socket, connection.into())).await;
         if !matches!(secured, Ok(Ok(_))) {
             tls.expire();
         }
@@ -242,17 +245,6 @@ impl Endpoint {
         }
     }
 
-    fn tune(&self, stream: &TcpStream) -> io::Result<()> {
-        let (idle, interval) = KEEPALIVE;
-        stream.set_nodelay(true)?;
-        sockopt::set_socket_keepalive(stream, true)?;
-        sockopt::set_tcp_keepidle(stream, idle)?;
-        sockopt::set_tcp_keepintvl(stream, interval)?;
-        let millis = u32::try_from(self.options.request_timeout.as_millis()).unwrap_or(u32::MAX);
-        sockopt::set_tcp_user_timeout(stream, millis)?;
-        Ok(())
-    }
-
     /// Sends commands without objects, and waits for their replies.
     async fn exchange(
         &self,
@@ -260,7 +252,6 @@ impl Endpoint {
         commands: &Commands,
     ) -> Result<Vec<Value>, L2Error> {
         let failed = |error: &dyn Display| self.unavailable(error);
-        let is_not_ready = |error: &SocketError| matches!(error, SocketError::System(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted));
         // A few bytes, which a new connection takes at once.
         let mut unsent: Vec<_> = commands.segments.iter().map(|it| it.rest(0)).collect();
         while !unsent.is_empty() || stream.has_unsent() {
@@ -302,6 +293,18 @@ impl Endpoint {
             Err(failed(&"a reply without a command"))
         }
     }
+}
+
+/// Sets the options of a connection whose other side may be silent for `limit` while something is on its way to it.
+pub(super) fn tune(stream: &TcpStream, limit: Duration) -> io::Result<()> {
+    let (idle, interval) = KEEPALIVE;
+    stream.set_nodelay(true)?;
+    sockopt::set_socket_keepalive(stream, true)?;
+    sockopt::set_tcp_keepidle(stream, idle)?;
+    sockopt::set_tcp_keepintvl(stream, interval)?;
+    let millis = u32::try_from(limit.as_millis()).unwrap_or(u32::MAX);
+    sockopt::set_tcp_user_timeout(stream, millis)?;
+    Ok(())
 }
 
 /// Whether the reply to ROLE is that of a replica. Without an answer, as some users may not ask, it is none.

@@ -21,6 +21,7 @@ mod nodes;
 mod options;
 mod pipe;
 mod pool;
+mod port;
 mod reply;
 mod slots;
 mod socket;
@@ -52,6 +53,7 @@ use reply::Value;
 pub use address::Address;
 pub use options::RespOptions;
 pub use options::{REDIS, RESP, VALKEY};
+pub use port::{ObjectSource, PortOptions, ReadPort};
 
 /// Reads what a server sends: each reply to its end, slots and redirects among them. Panics if a part of a reply is taken for
 /// a whole one.

@@ -49,6 +49,23 @@ pub(super) fn unprefixed<'a>(prefix: &str, key: &'a [u8]) -> Option<&'a [u8]> {
     }
 }
 
+/// The object that a key is of, and whether the key is that of its companion; none for what [`KeyedItem`] would not write.
+pub(super) fn parse(key: &[u8]) -> Option<(ObjectKey, bool)> {
+    let key = std::str::from_utf8(key).ok()?;
+    let of_companion = key.strip_prefix(COMPANION);
+    let name = of_companion.unwrap_or(key);
+    let unwrapped = name.strip_prefix('{').and_then(|it| it.strip_suffix('}'));
+    [unwrapped, Some(name)]
+        .into_iter()
+        .flatten()
+        .find_map(|name| {
+            let object = ObjectKey::parse_name(name, Some(KeyShape::Grouped)).ok()?;
+            let written = KeyedItem::new("", &object, &());
+            let is_companion = written.companion == key;
+            (is_companion || written.key == key).then_some((object, is_companion))
+        })
+}
+
 /// Whether a key without its prefix is that of a companion.
 pub(super) fn is_companion(name: &[u8]) -> bool {
     name.starts_with(COMPANION.as_bytes())
@@ -76,6 +93,12 @@ mod tests {
             assert_eq!(named.has_one_slot(), has_one_slot, "{}", named.companion);
             let name = unprefixed(prefix, named.companion.as_bytes()).unwrap();
             assert!(is_companion(name));
+            if prefix.is_empty() {
+                let (of_key, of_companion) = (parse(named.key.as_bytes()), parse(name));
+                assert_eq!(of_key, Some((key.clone(), false)));
+                assert_eq!(of_companion, Some((key, true)));
+                assert_eq!(parse(named.key.replace("@0@", "@00@").as_bytes()), None);
+            }
         }
     }
 }

@@ -9,6 +9,11 @@ use rustix::net::{RecvFlags, recv};
 use tokio::io::{Interest, Ready};
 use tokio::net::{TcpStream, UnixStream};
 
+/// Whether a socket has only to be waited for.
+pub(super) fn is_not_ready(error: &SocketError) -> bool {
+    matches!(error, SocketError::System(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted))
+}
+
 /// A socket that is connected.
 pub(super) enum Socket {
     Tcp(TcpStream),

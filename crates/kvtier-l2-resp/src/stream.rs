@@ -1,13 +1,11 @@
 //! A connection to a server: a socket as it is, or with TLS.
 
 use std::io::{self, BufRead as _, IoSlice, Write as _};
-use std::sync::Arc;
 
 use kvtier_memory::Extent;
 use kvtier_memory::socket::{Slice, SocketError, send_slices};
 use tokio::io::{Interest, Ready};
-use tokio_rustls::rustls::pki_types::ServerName;
-use tokio_rustls::rustls::{ClientConfig, ClientConnection};
+use tokio_rustls::rustls::Connection as TlsConnection;
 
 use super::socket::Socket;
 use kvtier_l2::Buffer;
@@ -26,7 +24,7 @@ pub(super) struct Stream {
 
 /// The TLS of a connection.
 struct TlsSession {
-    connection: ClientConnection,
+    connection: TlsConnection,
     /// What was received; the part from `decrypted` up to `received` is not decrypted yet.
     encrypted: Vec<u8>,
     decrypted: usize,
@@ -40,13 +38,8 @@ impl Stream {
         Self { socket, tls: None }
     }
 
-    /// Secures a socket.
-    pub(super) async fn secure(
-        socket: Socket,
-        settings: Arc<ClientConfig>,
-        name: ServerName<'static>,
-    ) -> io::Result<Self> {
-        let mut connection = ClientConnection::new(settings, name).map_err(io::Error::other)?;
+    /// Secures a socket, as the client or the server that `connection` is.
+    pub(super) async fn secure(socket: Socket, mut connection: TlsConnection) -> io::Result<Self> {
         // What is sent is bounded by what is encrypted at once.
         connection.set_buffer_limit(None);
         let mut session = Box::new(TlsSession {

@@ -12,12 +12,12 @@ use kvtier_l2::conformance::{object, run};
 use kvtier_l2::net::ClientTls;
 
 /// An authority, and certificates that it has signed, as files.
-struct Files {
+pub(super) struct Files {
     directory: TempDir,
 }
 
 impl Files {
-    fn new(name: &str) -> Self {
+    pub(super) fn new(name: &str) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let mut of_authority = CertificateParams::default();
         of_authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -41,7 +41,7 @@ impl Files {
         Self { directory }
     }
 
-    fn path(&self, file: &str) -> PathBuf {
+    pub(super) fn path(&self, file: &str) -> PathBuf {
         self.directory.path().join(file)
     }
 
@@ -64,7 +64,7 @@ impl Files {
         ])
     }
 
-    fn tls(&self) -> ClientTls {
+    pub(super) fn tls(&self) -> ClientTls {
         ClientTls {
             ca: Some(self.path("ca.pem")),
             ..ClientTls::default()
