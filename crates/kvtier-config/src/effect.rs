@@ -30,6 +30,17 @@ pub(super) fn without_effect(given: &ArgMatches) -> Vec<String> {
         let l2: Vec<_> = l2.map(|arg| arg.get_id().as_str()).collect();
         need(&l2, "--l2-adapter");
     }
+    if !is_given("peer_port") {
+        let peers = [
+            "peer_host",
+            "peer_bandwidth",
+            "peer_password",
+            "peer_tls_cert",
+            "peer_tls_key",
+            "peer_tls_ca",
+        ];
+        need(&peers, "--peer-port");
+    }
     if !text("host").starts_with("ipc://") {
         need(&["ipc_mode"], "--host ipc://PATH");
     }
@@ -108,6 +119,10 @@ mod tests {
         assert_eq!(
             ignored(&["--eviction-policy", "NOOP", "--eviction-ratio", "0.5"]),
             ["--eviction-ratio (needs an --eviction-policy that evicts)"]
+        );
+        assert_eq!(
+            ignored(&["--peer-bandwidth", "2000000"]),
+            ["--peer-bandwidth (needs --peer-port)"]
         );
         assert_eq!(
             ignored(&["--otlp-endpoint", "http://collector:4317"]),

@@ -296,6 +296,37 @@ pub struct ServerArgs {
     #[arg(long, value_name = "FILE", help_heading = "HTTP")]
     pub(super) http_tls_key: Option<PathBuf>,
 
+    /// Host of the port for peers; beyond loopback it needs a password or certificates of clients
+    #[arg(long, default_value = "127.0.0.1", help_heading = "Peers")]
+    pub peer_host: String,
+    /// Port from which other servers, and any client of Redis' protocol, read L1; 0 lets the system choose one
+    /// (docs/l2.md) [default: none]
+    #[arg(long, help_heading = "Peers")]
+    pub peer_port: Option<u16>,
+    /// Bytes that the port for peers sends per second, at least 1048576 [default: unbounded]
+    #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u64).range(1 << 20..), help_heading = "Peers")]
+    pub peer_bandwidth: Option<u64>,
+    /// Password of peers, for the user default. Other users of this host see what is given here, but not in the
+    /// environment
+    #[arg(
+        long,
+        env = "KVTIER_PEER_PASSWORD",
+        hide_env_values = true,
+        value_name = "PASSWORD",
+        help_heading = "Peers"
+    )]
+    pub peer_password: Option<String>,
+    /// Certificate chain for TLS on the port for peers, PEM, the server's own first; a file that has changed is read
+    /// again within a minute
+    #[arg(long, value_name = "FILE", help_heading = "Peers")]
+    pub peer_tls_cert: Option<PathBuf>,
+    /// Private key of the certificate, PEM, not encrypted
+    #[arg(long, value_name = "FILE", help_heading = "Peers")]
+    pub peer_tls_key: Option<PathBuf>,
+    /// Authorities that sign certificates of peers, PEM; a peer without one is refused
+    #[arg(long, value_name = "FILE", help_heading = "Peers")]
+    pub peer_tls_ca: Option<PathBuf>,
+
     /// Send traces of requests to an OpenTelemetry collector; needs --otlp-endpoint (docs/metrics.md)
     #[arg(long, help_heading = "Traces")]
     pub enable_tracing: bool,

@@ -53,7 +53,9 @@ pub use reply::{Reply, ReplyTarget};
 use kvtier_common::state::StateDir;
 use kvtier_common::sync::{Mutex, RateLimited, RwLock};
 use kvtier_config::ServerConfig;
+use kvtier_core::ObjectKey;
 use kvtier_core::prompt::{Prompt, PromptReader};
+use kvtier_l2::{Buffer, ObjectSpec, StoreItem};
 use kvtier_observe::metrics::Metrics;
 use kvtier_observe::trace::Tracer;
 use kvtier_proto::chunk::CHUNK_TOKENS_FEATURE;
@@ -279,6 +281,20 @@ impl Engine {
     /// The tiers below L1, if there are any.
     pub fn l2(&self) -> Option<&Arc<L2>> {
         self.context.l2.as_ref()
+    }
+
+    /// Leases an object of L1, for as long as its buffer lives: for peers that read it.
+    pub fn hold(&self, key: &ObjectKey) -> Option<StoreItem> {
+        let Context { l1, clock, .. } = &*self.context;
+        let (namespace, lease) = l1.cache.hold_any_layout(clock.now(), key)?;
+        let extent = *lease.extents().first()?;
+        let object = ObjectSpec {
+            key: key.clone(),
+            len: extent.len,
+            layout: namespace.layout(),
+        };
+        let from = Buffer::new(Arc::clone(&l1.arena), extent, Arc::new(lease));
+        Some(StoreItem { object, from })
     }
 
     /// Names of tenants inside the server.

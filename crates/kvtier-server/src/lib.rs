@@ -11,6 +11,7 @@ pub mod escape;
 pub mod front;
 mod inherited;
 pub mod logging;
+mod peers;
 pub mod preflight;
 mod reload;
 mod server;

@@ -9,6 +9,7 @@ pub use kvtier_engine::{EarlierL1, Preflight};
 
 use crate::front::RequestSocket;
 use crate::inherited::Inherited;
+use crate::peers::{self, PeerListener};
 use kvtier_http::{Access, cannot_bind};
 
 /// Checks that a server could start; leaves and changes nothing. What others may take meanwhile, such as a port, is not
@@ -23,6 +24,7 @@ pub fn check(config: &ServerConfig, inherited: &Inherited) -> Result<()> {
     config.tenants.salt_key()?;
     RequestSocket::preflight(config, inherited)?;
     check_http_host(&access)?;
+    PeerListener::bind(config, Some(0))?;
     config.l2.as_ref().map_or(Ok(()), |l2| l2.preflight())?;
     kvtier_store::tenants::preflight(config)
 }
@@ -31,7 +33,8 @@ pub fn check(config: &ServerConfig, inherited: &Inherited) -> Result<()> {
 pub fn warnings(config: &ServerConfig) -> Vec<String> {
     let access = Access::open(&config.http).map(|access| access.warnings());
     let access = access.unwrap_or_default();
-    config.warnings().chain(access).collect()
+    let peers = peers::warning(config);
+    config.warnings().chain(access).chain(peers).collect()
 }
 
 /// Reserves the ports that are not inherited, the memory and the GPUs that a start would, and releases them. A server that
@@ -55,6 +58,7 @@ fn bind_ports(config: &ServerConfig, mut inherited: Inherited) -> Result<()> {
     let _requests = requests
         .then(|| RequestSocket::bind(config, &mut inherited))
         .transpose()?;
+    let _peers = PeerListener::bind(config, config.peer_port)?;
     let host = config.http.host.as_str();
     let http = [
         ("http-port", Some(config.http_port)),
@@ -80,6 +84,7 @@ fn check_ports(config: &ServerConfig) -> Result<()> {
         ("--port", requests),
         ("--http-port", Some(config.http_port)),
         ("--prometheus-port", config.prometheus_port),
+        ("--peer-port", config.peer_port),
     ];
     let ports = ports
         .into_iter()
@@ -149,6 +154,44 @@ mod tests {
             (
                 &["--http-host", "nosuchhost.invalid"],
                 "--http-host: \"nosuchhost.invalid\" cannot be bound",
+            ),
+            (
+                &["--peer-port", "0", "--peer-host", "0.0.0.0"],
+                "--peer-host: 0.0.0.0 is reachable from other hosts",
+            ),
+            (
+                &["--peer-port", "0", "--peer-host", "nosuchhost.invalid"],
+                "--peer-host, --peer-port: nosuchhost.invalid:0 cannot be bound",
+            ),
+            (
+                &["--peer-port", "7001", "--http-port", "7001"],
+                "--http-port and --peer-port are both 7001",
+            ),
+            (
+                &["--peer-port", "0", "--peer-tls-key", "/nowhere"],
+                "--peer-tls-cert, --peer-tls-key, --peer-tls-ca: ",
+            ),
+            (
+                &[
+                    "--peer-port",
+                    "0",
+                    "--peer-tls-key",
+                    "/nowhere",
+                    "--peer-tls-cert",
+                    "/nowhere",
+                ],
+                "--peer-tls-cert: /nowhere: ",
+            ),
+            (
+                &[
+                    "--peer-port",
+                    "0",
+                    "--peer-host",
+                    "0.0.0.0",
+                    "--peer-password",
+                    "secret",
+                ],
+                "",
             ),
             (
                 &["--l2-adapter", proc],

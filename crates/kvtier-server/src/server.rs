@@ -21,6 +21,7 @@ use crate::descriptors::Descriptors;
 use crate::front::{FrontEnd, PreparedFront, RequestSocket};
 use crate::inherited::Inherited;
 use crate::logging;
+use crate::peers::{self, PeerListener, PeerPort};
 use crate::preflight;
 use crate::reload::Reloader;
 use kvtier_config::ServerConfig;
@@ -59,6 +60,7 @@ pub struct Server {
     engine: Arc<Engine>,
     /// After the engine: dropping it closes the request port.
     front: FrontEnd,
+    peers: Option<PeerPort>,
     health: Arc<Health>,
     access: Arc<Access>,
     reloader: Arc<Reloader>,
@@ -88,11 +90,13 @@ impl Server {
         let config = Arc::new(config);
         preflight::check(&config, &inherited)?;
         let access = Arc::new(Access::open(&config.http)?);
-        for warning in config.warnings().chain(access.warnings()) {
+        let of_peers = peers::warning(&config);
+        for warning in config.warnings().chain(access.warnings()).chain(of_peers) {
             tracing::warn!("{warning}");
         }
         let descriptors = Descriptors::raise()?;
         let socket = RequestSocket::bind(&config, &mut inherited)?;
+        let peers = PeerListener::bind(&config, config.peer_port)?;
         let health = Arc::new(Health::default());
         let api = Arc::new(Api {
             engine: OnceLock::new(),
@@ -137,6 +141,7 @@ impl Server {
         let mut server = Self {
             engine,
             front,
+            peers: None,
             health,
             access,
             reloader,
@@ -147,6 +152,7 @@ impl Server {
             background: Vec::new(),
         };
         server.start_background(config.l1_prefault)?;
+        server.peers = peers.map(|port| port.serve(&server.engine)).transpose()?;
         server.health.set_ready();
         Ok(server)
     }
@@ -169,6 +175,11 @@ impl Server {
     /// Address of the HTTP API.
     pub fn http_address(&self) -> SocketAddr {
         self.http_address
+    }
+
+    /// Address of the port for peers, if it has one.
+    pub fn peer_address(&self) -> Option<SocketAddr> {
+        self.peers.as_ref().map(|port| port.address)
     }
 
     /// Access to HTTP.
@@ -208,6 +219,8 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.health.set_stopping();
         self.front.stop();
+        // Its leases end with it.
+        self.peers = None;
         self.stop_background.store(true, Ordering::Release);
         for thread in self.background.drain(..) {
             thread.thread().unpark();

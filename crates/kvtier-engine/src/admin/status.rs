@@ -287,6 +287,7 @@ pub(super) fn status(admin: &Admin, healthy: bool) -> Status {
             instances_of_known_processes: known_processes,
         },
         request_port: context.metrics.request_port(),
+        peer_port: config.peer_port.map(|_| context.metrics.peer_port()),
         unserved_instances: unserved,
         kv_events: KvEvents { enabled: false },
         registered_gpu_ids: ids(&pages),

@@ -63,6 +63,8 @@ pub struct Status {
     pub devices: DevicesStatus,
     /// Connections to the request port.
     pub request_port: RequestPortStatus,
+    /// Reads of L1 by peers; `null` without `--peer-port`.
+    pub peer_port: Option<PeerPortStatus>,
     /// Workers whose requests are refused, by instance id, with the cause.
     pub unserved_instances: BTreeMap<String, String>,
     /// Log of cache events, which kvtier does not have.
@@ -358,6 +360,18 @@ pub struct RequestPortStatus {
     pub connections_max: i64,
     /// Most open files of the process.
     pub open_files_max: i64,
+}
+
+/// Reads of L1 by peers.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct PeerPortStatus {
+    /// Open connections.
+    pub connections: i64,
+    /// Objects sent since start.
+    pub sent_objects: u64,
+    /// Bytes of the objects.
+    pub sent_bytes: u64,
 }
 
 /// Log of cache events, which kvtier does not have.

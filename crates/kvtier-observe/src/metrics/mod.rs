@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
-use crate::api::RequestPortStatus;
+use crate::api::{PeerPortStatus, RequestPortStatus};
 pub use gpu::{GpuFigures, GpuMetrics};
 use kvtier_core::cache::KeyOutcome;
 pub use l2::{GuardReadings, L2Metrics, PrefetchPhase, TierCall, TierReadings};
@@ -139,6 +139,10 @@ pub struct Metrics {
     pub request_connections: Gauge,
     request_connections_max: Gauge,
     open_files_max: Gauge,
+    /// Connections to the port for peers.
+    pub peer_connections: Gauge,
+    peer_sent_objects: Counter,
+    peer_sent_bytes: Counter,
 
     l1_usage_bytes: Family<L1GaugeLabels, Gauge>,
     l1_usage_ratio: Family<L1GaugeLabels, Gauge<f64, AtomicU64>>,
@@ -355,6 +359,9 @@ impl Metrics {
                 "Connections to the request port that are accepted at most",
             ),
             open_files_max: own.add("open_files_max", "File descriptors the process may have"),
+            peer_connections: own.add("peer_connections", "Connections to the port for peers"),
+            peer_sent_objects: own.add("peer_sent_objects", "Objects of L1 that peers have read"),
+            peer_sent_bytes: own.add("peer_sent_bytes", "Bytes of L1 that peers have read"),
             eviction_ticks: lmcache.add("l1_eviction_loop_ticks", "Background eviction passes"),
             eviction_triggered: lmcache.add(
                 "l1_eviction_loop_triggered",
@@ -423,6 +430,21 @@ impl Metrics {
             connections: self.request_connections.get(),
             connections_max: self.request_connections_max.get(),
             open_files_max: self.open_files_max.get(),
+        }
+    }
+
+    /// An object of L1 that a peer has read.
+    pub fn peer_sent(&self, bytes: u64) {
+        self.peer_sent_objects.inc();
+        self.peer_sent_bytes.inc_by(bytes);
+    }
+
+    /// The port for peers in `/status`.
+    pub fn peer_port(&self) -> PeerPortStatus {
+        PeerPortStatus {
+            connections: self.peer_connections.get(),
+            sent_objects: self.peer_sent_objects.get(),
+            sent_bytes: self.peer_sent_bytes.get(),
         }
     }
 

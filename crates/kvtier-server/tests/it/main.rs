@@ -22,6 +22,7 @@ mod metrics;
 mod newer_clients;
 mod older_clients;
 mod order;
+mod peers;
 mod quota;
 mod quota_kills;
 mod registrations;
