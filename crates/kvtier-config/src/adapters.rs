@@ -18,6 +18,7 @@ const BUILT_IN: &[AdapterType] = &[
     fs::NIXL_NATIVE,
     fs::NIXL_STORE,
     fs::NIXL_STORE_DYNAMIC,
+    resp::PEERS,
     process::PROCESS,
     raw_block::RAW_BLOCK,
     resp::REDIS,

@@ -5,6 +5,8 @@
 //! checksum of each object are in a key of their own beside it (`companion_sums`), written in one transaction with it;
 //! LMCache ignores it, so it has a time to live.
 //!
+//! [`PeersAdapter`] reads what other servers hold in L1, from their [`ReadPort`].
+//!
 //! The server is the only index: objects of other writers are found, and those that it has evicted are misses. An object of
 //! another length is a miss, and the next store replaces it.
 
@@ -19,6 +21,7 @@ mod load;
 mod names;
 mod nodes;
 mod options;
+mod peers;
 mod pipe;
 mod pool;
 mod port;
@@ -53,6 +56,7 @@ use reply::Value;
 pub use address::Address;
 pub use options::RespOptions;
 pub use options::{REDIS, RESP, VALKEY};
+pub use peers::{PEERS, PeersAdapter, PeersOptions};
 pub use port::{ObjectSource, PortOptions, ReadPort};
 
 /// Reads what a server sends: each reply to its end, slots and redirects among them. Panics if a part of a reply is taken for
@@ -174,10 +178,10 @@ impl Adapter for RespAdapter {
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
-            delete: true,
-            list: true,
+            delete: !self.options.read_only,
+            list: !self.options.read_only,
             shared: true,
-            read_only: false,
+            read_only: self.options.read_only,
             verifies: self.options.companion_sums,
             owns_space: false,
         }

@@ -33,7 +33,7 @@ pub(super) fn write_lookup(
         _ => b"STRLEN",
     };
     commands.push(&[length, named.key.as_bytes()]);
-    if adapter.options.companion_sums {
+    if adapter.options.companion_sums && !adapter.options.read_only {
         commands.push(&[b"GET", named.companion.as_bytes()]);
     }
 }
@@ -52,6 +52,9 @@ pub(super) fn read_lookup(
         Some(Value::Error(text)) if errors::code(text) == "WRONGTYPE" => return Ok(None),
         Some(Value::Error(text)) => return Err(errors::of(node, text)),
         _ => return Err(node.unexpected()),
+    }
+    if adapter.options.read_only {
+        return Ok(Some(adapter.size_of(object.len)));
     }
     let companion = match values.get(1) {
         Some(value) => adapter.companion(object, node, value)?,
@@ -77,9 +80,11 @@ pub(super) fn write_load(
     commands.get(named.key.as_bytes(), to.clone());
     if adapter.options.companion_sums {
         let companion = named.companion.as_bytes();
-        let lives = adapter.companion_ttl();
         commands.push(&[b"GET", companion]);
-        commands.push(&[b"EXPIRE", companion, lives.as_bytes()]);
+        if !adapter.options.read_only {
+            let lives = adapter.companion_ttl();
+            commands.push(&[b"EXPIRE", companion, lives.as_bytes()]);
+        }
     }
     Ok(())
 }

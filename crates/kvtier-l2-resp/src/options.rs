@@ -42,6 +42,9 @@ pub struct RespOptions {
     pub require_checksum: bool,
     /// Objects without a layout are loaded for page-bound objects too.
     pub trust_missing_layout: bool,
+    /// Whether nothing is written there, not even a time to live. Lookups compare lengths alone: a server that computes its
+    /// companions does so for loads only.
+    pub read_only: bool,
     /// Time for a connection, greeting included.
     pub connection_timeout: Duration,
     /// Longest silence of a server that has to answer.
@@ -66,6 +69,7 @@ impl RespOptions {
             companion_sums: true,
             require_checksum: false,
             trust_missing_layout: false,
+            read_only: false,
             connection_timeout: Duration::from_secs(10),
             request_timeout: Duration::from_secs(5),
         }
@@ -95,6 +99,7 @@ impl RespOptions {
             companion_sums: options.get("companion_sums"),
             require_checksum: config.guards.require_checksum,
             trust_missing_layout: options.get("trust_missing_layout"),
+            read_only: false,
             connection_timeout: seconds("connection_timeout"),
             request_timeout: seconds("request_timeout"),
         }
@@ -245,12 +250,7 @@ fn check_all(options: &Options) -> Result<(), ConfigError> {
         return Err(options.refuse("cluster_mode", "it with host or startup_nodes only"));
     }
     tls::check(options)?;
-    let of_tls = [tls::CA, tls::CERT, tls::SERVER_NAME];
-    if let Some(key) = of_tls.iter().find(|key| is_given(key.name))
-        && !options.get::<bool>("tls_enable")
-    {
-        return Err(options.refuse(key.name, "it together with tls_enable only"));
-    }
+    tls::check_enabled(options)?;
     if options.get::<&str>("key_prefix").contains(['@', '\0']) {
         return Err(options.refuse("key_prefix", "a text without @, which ends it"));
     }

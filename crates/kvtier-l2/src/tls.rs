@@ -46,6 +46,17 @@ pub fn check(options: &Options) -> Result<(), ConfigError> {
     }
 }
 
+/// Refuses keys of this module where `tls_enable` is off.
+pub fn check_enabled(options: &Options) -> Result<(), ConfigError> {
+    let is_given = |key: &&Key| options.find::<&str>(key.name).is_some();
+    match [CA, CERT, SERVER_NAME].iter().find(is_given) {
+        Some(key) if !options.get::<bool>("tls_enable") => {
+            Err(options.refuse(key.name, "it together with tls_enable only"))
+        }
+        _ => Ok(()),
+    }
+}
+
 impl From<TlsError> for L2Error {
     fn from(error: TlsError) -> Self {
         Self::new(ErrorKind::Refused, error.to_string())

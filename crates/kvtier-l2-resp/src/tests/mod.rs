@@ -1,6 +1,7 @@
 mod cluster;
 mod faults;
 mod part;
+mod peers;
 mod port;
 mod redis;
 mod secured;

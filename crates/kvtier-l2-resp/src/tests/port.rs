@@ -100,7 +100,7 @@ fn password(password: &str) -> PortOptions {
     }
 }
 
-// proves: docs/l2.md#other-servers
+// proves: docs/l2.md#the-port-for-peers
 #[tokio::test]
 async fn reads_are_answered_and_all_else_is_refused() {
     let one = object(1, 1000);
@@ -184,7 +184,7 @@ async fn what_is_no_request_ends_the_connection() {
     assert!(told.starts_with("-ERR Protocol error"), "{told}");
 }
 
-// proves: docs/l2.md#other-servers
+// proves: docs/l2.md#the-port-for-peers
 #[tokio::test]
 async fn nothing_is_served_without_the_password() {
     let held = Held::new(1 << 20, [object(1, 10)]);
@@ -222,7 +222,7 @@ async fn nothing_is_served_without_the_password() {
     }
 }
 
-// proves: docs/l2.md#other-servers
+// proves: docs/l2.md#the-port-for-peers
 #[tokio::test(start_paused = true)]
 async fn silent_clients_are_disconnected() {
     let held = Held::new(1 << 20, []);
@@ -243,7 +243,7 @@ async fn silent_clients_are_disconnected() {
     }
 }
 
-// proves: docs/l2.md#other-servers
+// proves: docs/l2.md#the-port-for-peers
 #[tokio::test(start_paused = true)]
 async fn client_that_does_not_read_loses_its_lease() {
     // Two of them are more than the memory has, so that a lease too many fails.
@@ -262,7 +262,7 @@ async fn client_that_does_not_read_loses_its_lease() {
     assert_eq!(held.sent.load(Ordering::Relaxed), 0);
 }
 
-// proves: docs/l2.md#other-servers
+// proves: docs/l2.md#the-port-for-peers
 #[tokio::test(start_paused = true)]
 async fn bandwidth_is_shared_by_all_connections() {
     let one = object(1, 1 << 20);
@@ -292,7 +292,7 @@ async fn bandwidth_is_shared_by_all_connections() {
     );
 }
 
-// proves: docs/l2.md#other-servers
+// proves: docs/l2.md#the-port-for-peers
 #[tokio::test]
 async fn connections_are_bounded() {
     let held = Held::new(1 << 20, []);
@@ -323,7 +323,7 @@ async fn connections_are_bounded() {
     );
 }
 
-// proves: docs/l2.md#other-servers
+// proves: docs/l2.md#the-port-for-peers
 #[tokio::test]
 async fn tls_needs_the_certificates_of_both_sides() {
     let one = object(1, 3 << 20);

@@ -34,7 +34,7 @@ use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
 use kvtier_core::{ChunkHash, Namespace};
 pub use usage::AdapterUsage;
 
-use crate::adapter::{Adapter, ListPage, Listed, Loaded, Stored};
+use crate::adapter::{Adapter, Capabilities, ListPage, Listed, Loaded, Stored};
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
 use budget::ByteBudget;
@@ -214,6 +214,17 @@ impl Tier {
         self.adapter.capabilities().read_only
     }
 
+    /// Whether objects that are found are indexed. An index of what others evict, and what cannot be listed, would only grow.
+    fn is_indexed(&self) -> bool {
+        let Capabilities {
+            read_only,
+            shared,
+            list,
+            ..
+        } = self.adapter.capabilities();
+        list || !(read_only && shared)
+    }
+
     /// Returns the configuration at the start. [`Tier::capacity_bytes`] and [`Tier::eviction`] return the current values.
     pub fn config(&self) -> &TierConfig {
         &self.config
@@ -366,7 +377,9 @@ impl Tier {
                 let Some(bytes) = bytes else { continue };
                 let key = &batch[position].key;
                 self.states.resolve(key);
-                if self.adopt(key, bytes) != Adopted::Deleting {
+                if !self.is_indexed() {
+                    held[position] = Some(TierLease { _lease: None });
+                } else if self.adopt(key, bytes) != Adopted::Deleting {
                     // It can be loaded even if the index cannot hold it.
                     held[position] = Some(self.lease(key).unwrap_or(TierLease { _lease: None }));
                 }

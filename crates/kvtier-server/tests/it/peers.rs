@@ -8,7 +8,8 @@ use kvtier_core::ObjectKey;
 use kvtier_core::object_key::KeyShape;
 
 use crate::http::request;
-use crate::support::{PATIENCE, TestServer, bytes, given_stored_on, wait_until};
+use crate::l2::{hits, with_tiers};
+use crate::support::{PATIENCE, Steps as _, TestServer, bytes, given_stored_on, wait_until, whole};
 
 /// A server whose L1 peers may read.
 pub fn with_port(flags: &[&str]) -> TestServer {
@@ -28,7 +29,7 @@ fn ask(stream: &mut TcpStream, words: &[&str], length: usize) -> Vec<u8> {
 }
 
 // proves: docs/compare.md#other-servers
-// proves: docs/l2.md#other-servers
+// proves: docs/l2.md#the-port-for-peers
 #[test]
 fn peers_read_what_l1_holds_under_the_keys_of_tiers() {
     let scope = Scope::new("peers/model").with_salt("t");
@@ -97,4 +98,69 @@ fn server_ends_beside_a_peer_that_does_not_read() {
         server.readings().leased_objects > 0
     });
     drop((worker, server));
+}
+
+/// A server that reads from the other one.
+fn reader_of(server: &TestServer, flags: &[&str]) -> TestServer {
+    let peer = server.peer_address().unwrap();
+    let tier = format!(r#"{{"type":"peers","peers":["{peer}"],"first_byte_ms":30000}}"#);
+    let reader = with_tiers(&[&tier], flags);
+    wait_until("a connection to the peer", || {
+        let status = request(&reader, "GET", "/status", "").2;
+        status.contains("\"connected_peers\":1")
+    });
+    reader
+}
+
+// proves: docs/compare.md#other-servers
+// proves: docs/l2.md#other-servers
+#[test]
+fn a_server_hits_what_only_its_peer_has() {
+    let scope = Scope::new("peers/two").with_salt("t");
+    let (server, scope, worker, prompt) = given_stored_on(with_port(&[]), scope, 8);
+    let reader = reader_of(&server, &[]);
+    let mut engine = reader.engine_driven(1, &scope);
+    assert_eq!(hits(engine.connection(), &scope, &prompt, "r"), 8);
+    engine.assert_reads(&prompt, whole(&prompt), "r", 1);
+    engine.connection().end_session("r").unwrap();
+    let tier = &reader.readings().tiers[0];
+    assert_eq!((tier.loaded_objects, tier.unverified), (8, 0));
+    // Nothing is written there, and nothing is known of it but what is in L1 now.
+    assert_eq!((tier.stored_objects, tier.objects), (0, 0));
+    let stranger = scope.clone().with_salt("u");
+    assert_eq!(hits(engine.connection(), &stranger, &prompt, "u"), 0);
+    let looked_up = reader.readings().tiers[0].looked_up;
+    assert_eq!(hits(engine.connection(), &scope, &prompt, "again"), 8);
+    assert_eq!(
+        reader.readings().tiers[0].looked_up,
+        looked_up,
+        "L1 has all of it"
+    );
+    wait_until("the end of all leases", || {
+        server.readings().leased_objects == 0
+    });
+    server.assert_sound();
+    // What the peer had is in L1; what it would have had is a miss.
+    drop((worker, server));
+    assert_eq!(hits(engine.connection(), &scope, &prompt, "alone"), 8);
+    reader.engine().clear(true);
+    assert_eq!(hits(engine.connection(), &scope, &prompt, "gone"), 0);
+    reader.assert_sound();
+}
+
+// proves: docs/l2.md#reading-from-peers
+#[test]
+fn what_a_peer_has_evicted_is_a_miss() {
+    let scope = Scope::new("peers/evicted");
+    let (server, scope, worker, prompt) = given_stored_on(with_port(&[]), scope, 4);
+    let reader = reader_of(&server, &[]);
+    let mut engine = reader.engine_driven(1, &scope);
+    assert_eq!(hits(engine.connection(), &scope, &prompt, "r"), 4);
+    engine.connection().end_session("r").unwrap();
+    server.engine().clear(true);
+    reader.engine().clear(true);
+    assert_eq!(hits(engine.connection(), &scope, &prompt, "gone"), 0);
+    assert_eq!(reader.readings().tiers[0].objects, 0);
+    drop((worker, server));
+    reader.assert_sound();
 }

@@ -1,0 +1,346 @@
+//! Other servers as a tier: `peers`. It asks their [read-only ports](crate::ReadPort) for what L1 and nearer tiers lack.
+//!
+//! Each peer is a `resp` tier of its own, with breaker and deadlines. What a peer says is a hint: bytes count only with a
+//! companion that is their own, so a peer that is absent, slow, damaged or of another version costs nothing but its hits.
+//!
+//! The mutexes guard which peers there are, and which of them has an object; no other lock is acquired inside.
+
+mod options;
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use kvtier_common::sync::Mutex;
+use kvtier_core::object_key::ObjectKey;
+use serde_json::{Value as Json, json};
+use tokio::net::lookup_host;
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::{Instant, sleep, timeout};
+
+use super::address::Address;
+use super::{KEYS_PER_CALL, RespAdapter, RespOptions};
+use kvtier_l2::{
+    Adapter, BoxFuture, Capabilities, ErrorKind, L2Error, ListPage, Listed, LoadItem, Loaded,
+    ObjectSpec, Recovered, StoreItem, Stored, trailer, wrap,
+};
+pub use options::{PEERS, PeersOptions};
+
+/// Peers that a lookup asks at most.
+const MAX_ASKED: usize = 8;
+
+/// Interval at which names are resolved again, and the longest time that it takes.
+const RESOLVE_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Objects whose peers are remembered, from a lookup to its loads.
+const MAX_PLACES: usize = 1 << 16;
+
+/// A server that is read from.
+struct Peer {
+    /// Where it was found.
+    host: String,
+    address: SocketAddr,
+    adapter: Arc<dyn Adapter>,
+    /// When it last answered, in nanoseconds of the tier; 0 is never.
+    answered_at: AtomicU64,
+}
+
+/// What the tier and the task that resolves names share.
+struct Known {
+    options: PeersOptions,
+    peers: Mutex<Vec<Arc<Peer>>>,
+}
+
+/// Adapter of other servers.
+pub struct PeersAdapter {
+    known: Arc<Known>,
+    resolver: JoinHandle<()>,
+    started: Instant,
+    /// Peers that have answered in none of the last lookups get their turn.
+    turn: AtomicU64,
+    places: Mutex<HashMap<ObjectKey, Arc<Peer>>>,
+}
+
+impl PeersAdapter {
+    /// Starts to look for the peers. To be called within a tokio runtime.
+    #[must_use]
+    pub fn open(options: PeersOptions) -> Self {
+        let known = Arc::new(Known {
+            options,
+            peers: Mutex::default(),
+        });
+        Self {
+            resolver: tokio::spawn(resolve(Arc::clone(&known))),
+            known,
+            started: Instant::now(),
+            turn: AtomicU64::new(0),
+            places: Mutex::default(),
+        }
+    }
+
+    /// Its options.
+    #[must_use]
+    pub fn options(&self) -> &PeersOptions {
+        &self.known.options
+    }
+
+    /// Peers that a lookup asks: all of them, or those that answered last and one of the others.
+    fn asked(&self) -> Vec<Arc<Peer>> {
+        let mut peers = self.known.peers.lock().clone();
+        if peers.len() > MAX_ASKED {
+            peers.sort_by_key(|peer| std::cmp::Reverse(peer.answered_at.load(Ordering::Relaxed)));
+            let others = peers.len() - (MAX_ASKED - 1);
+            let turn = self.turn.fetch_add(1, Ordering::Relaxed) as usize % others;
+            peers.swap(MAX_ASKED - 1, MAX_ASKED - 1 + turn);
+            peers.truncate(MAX_ASKED);
+        }
+        peers
+    }
+
+    /// The lengths that peers have, and who was the first to say so. Ends early once all are known.
+    async fn ask(&self, objects: Vec<ObjectSpec>) -> Vec<Option<u64>> {
+        let mut found = vec![None; objects.len()];
+        let mut calls = JoinSet::new();
+        for peer in self.asked() {
+            let objects = objects.clone();
+            calls.spawn(async move {
+                let mut lengths = Vec::with_capacity(objects.len());
+                // Each call has its budget.
+                for part in objects.chunks(KEYS_PER_CALL) {
+                    match peer.adapter.lookup(part.to_vec()).await {
+                        Ok(part) => lengths.extend(part),
+                        Err(_) => break,
+                    }
+                }
+                (peer, lengths)
+            });
+        }
+        while let Some(call) = calls.join_next().await {
+            let Ok((peer, lengths)) = call else { continue };
+            if !lengths.is_empty() {
+                let now = u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+                peer.answered_at.store(now.max(1), Ordering::Relaxed);
+            }
+            let mut places = self.places.lock();
+            if places.len() + objects.len() > MAX_PLACES {
+                places.clear();
+            }
+            for ((object, length), found) in objects.iter().zip(lengths).zip(&mut found) {
+                if found.is_none() && length.is_some() {
+                    places.insert(object.key.clone(), Arc::clone(&peer));
+                    *found = length;
+                }
+            }
+            drop(places);
+            if found.iter().all(Option::is_some) {
+                break;
+            }
+        }
+        found
+    }
+
+    /// The peer of each object, by a lookup where none has told yet.
+    async fn places_of(&self, batch: &[LoadItem]) -> Vec<Option<Arc<Peer>>> {
+        let known = || -> Vec<_> {
+            let places = self.places.lock();
+            let place = |item: &LoadItem| places.get(&item.object.key).cloned();
+            batch.iter().map(place).collect()
+        };
+        let places = known();
+        let unknown = batch
+            .iter()
+            .zip(&places)
+            .filter(|(_, place)| place.is_none());
+        let unknown: Vec<_> = unknown.map(|(item, _)| item.object.clone()).collect();
+        if unknown.is_empty() {
+            return places;
+        }
+        self.ask(unknown).await;
+        known()
+    }
+}
+
+/// Resolves the names of the peers, again and again. A name that cannot be resolved keeps its addresses.
+async fn resolve(known: Arc<Known>) {
+    loop {
+        let before = known.peers.lock().clone();
+        let mut peers: Vec<Arc<Peer>> = Vec::with_capacity(before.len());
+        for (host, port) in &known.options.peers {
+            let resolved = timeout(RESOLVE_INTERVAL, lookup_host((&**host, *port))).await;
+            let addresses: Vec<_> = match resolved {
+                Ok(Ok(addresses)) => addresses.collect(),
+                _ => {
+                    tracing::debug!(
+                        tier = known.options.common.tier,
+                        host,
+                        "a name of peers is not resolved; keeping its addresses"
+                    );
+                    let of_name = before.iter().filter(|it| it.host == *host);
+                    of_name.map(|peer| peer.address).collect()
+                }
+            };
+            for address in addresses {
+                let is_here = |peer: &&Arc<Peer>| peer.address == address;
+                if !peers.iter().any(|peer| is_here(&peer)) {
+                    let known_one = before.iter().find(is_here).cloned();
+                    peers.push(known_one.unwrap_or_else(|| known.options.open(host, address)));
+                }
+            }
+        }
+        *known.peers.lock() = peers;
+        sleep(RESOLVE_INTERVAL).await;
+    }
+}
+
+impl PeersOptions {
+    /// Starts to connect to a peer.
+    fn open(&self, host: &str, address: SocketAddr) -> Arc<Peer> {
+        let mut options = RespOptions {
+            addresses: vec![Address::Tcp(address.ip().to_string(), address.port())],
+            ..self.common.clone()
+        };
+        if let Some(tls) = &mut options.tls {
+            // The certificate is for the name that was resolved.
+            tls.server_name.get_or_insert_with(|| host.to_owned());
+        }
+        let adapter = RespAdapter::open(PEERS.name(), &options);
+        Arc::new(Peer {
+            host: host.to_owned(),
+            address,
+            adapter: wrap::guard(Arc::new(adapter), &self.guards),
+            answered_at: AtomicU64::new(0),
+        })
+    }
+}
+
+impl Drop for PeersAdapter {
+    fn drop(&mut self) {
+        self.resolver.abort();
+    }
+}
+
+/// The answer to a call that writes.
+fn read_only() -> L2Error {
+    L2Error::new(ErrorKind::Unsupported, "peers are only read")
+}
+
+impl Adapter for PeersAdapter {
+    fn kind(&self) -> &'static str {
+        PEERS.name()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            read_only: true,
+            shared: true,
+            verifies: true,
+            ..Capabilities::default()
+        }
+    }
+
+    fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
+        Box::pin(async move { batch.iter().map(|_| Err(read_only())).collect() })
+    }
+
+    fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
+        Box::pin(async move { Ok(self.ask(batch).await) })
+    }
+
+    fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
+        Box::pin(async move {
+            let places = self.places_of(&batch).await;
+            let mut by_peer: Vec<(Arc<Peer>, Vec<usize>)> = Vec::new();
+            for (at, place) in places.into_iter().enumerate() {
+                let Some(place) = place else { continue };
+                match by_peer
+                    .iter_mut()
+                    .find(|(peer, _)| Arc::ptr_eq(peer, &place))
+                {
+                    Some((_, items)) => items.push(at),
+                    None => by_peer.push((place, vec![at])),
+                }
+            }
+            let mut calls = JoinSet::new();
+            for (peer, items) in by_peer {
+                let own = items.iter().map(|at| batch[*at].clone()).collect();
+                calls.spawn(async move { (items, peer.adapter.load(own).await) });
+            }
+            let absent = L2Error::new(ErrorKind::NotFound, "no peer has the object");
+            let mut results: Vec<_> = batch.iter().map(|_| Err(absent.clone())).collect();
+            while let Some(call) = calls.join_next().await {
+                let Ok((items, loaded)) = call else { continue };
+                for (at, result) in items.into_iter().zip(loaded) {
+                    if result.is_err() {
+                        self.places.lock().remove(&batch[at].object.key);
+                    }
+                    results[at] = result.map_err(as_miss);
+                }
+            }
+            results
+        })
+    }
+
+    fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
+        Box::pin(async move { keys.iter().map(|_| Err(read_only())).collect() })
+    }
+
+    fn list(&self, _: Option<String>, _: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
+        Box::pin(async { Err(read_only()) })
+    }
+
+    fn recover<'a>(
+        &'a self,
+        _: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
+    ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
+        Box::pin(async { Err(read_only()) })
+    }
+
+    fn size_of(&self, len: u64) -> u64 {
+        len.saturating_add(trailer::LEN as u64)
+    }
+
+    fn status(&self) -> Json {
+        let peers = self.known.peers.lock().clone();
+        let now = self.started.elapsed();
+        let of_peer = |peer: &Arc<Peer>| {
+            let mut status = peer.adapter.status();
+            let answered = Duration::from_nanos(peer.answered_at.load(Ordering::Relaxed));
+            let age = (!answered.is_zero()).then(|| now.saturating_sub(answered).as_secs_f64());
+            status["host"] = peer.host.clone().into();
+            status["answered_seconds_ago"] = age.into();
+            status
+        };
+        let peers: Vec<_> = peers.iter().map(of_peer).collect();
+        let is_up = |peer: &Json| peer["connected"] != 0;
+        json!({
+            // A peer that is away is no failure of this server.
+            "is_healthy": true,
+            "type": self.kind(),
+            "connected_peers": peers.iter().filter(|peer| is_up(peer)).count(),
+            "peers": peers,
+        })
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        Box::pin(async {
+            self.resolver.abort();
+            let peers = std::mem::take(&mut *self.known.peers.lock());
+            self.places.lock().clear();
+            let mut closes = JoinSet::new();
+            for peer in peers {
+                closes.spawn(async move { peer.adapter.close().await });
+            }
+            closes.join_all().await;
+        })
+    }
+}
+
+/// The failure of a peer as a miss: it says nothing of the others. Only while its call may still write is it told as it is.
+fn as_miss(error: L2Error) -> L2Error {
+    match error.kind() {
+        ErrorKind::Deadline | ErrorKind::Corrupt => error,
+        _ => L2Error::new(ErrorKind::NotFound, error.to_string()),
+    }
+}

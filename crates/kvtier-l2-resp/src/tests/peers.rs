@@ -1,0 +1,309 @@
+//! The type `peers`: objects of other servers, whatever those do.
+
+use kvtier_l2::conformance::object;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::Instant;
+
+use super::port::{Held, start};
+use super::*;
+
+/// Long enough for a busy machine.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn adapter(ports: &[u16], first_byte: Duration) -> PeersAdapter {
+    let peers = ports.iter().map(|port| ("127.0.0.1".to_owned(), *port));
+    PeersAdapter::open(PeersOptions::new(peers.collect(), first_byte))
+}
+
+/// Waits until that many peers are connected.
+async fn connected(adapter: &PeersAdapter, count: usize) {
+    while adapter.status()["connected_peers"] != count {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+async fn port(held: &Arc<Held>) -> u16 {
+    start(PortOptions::default(), held).await
+}
+
+/// What a peer says instead of what it should.
+#[derive(Clone, Copy, PartialEq)]
+enum Fault {
+    /// All is passed on.
+    None,
+    /// Nothing is passed on any more.
+    Freeze,
+    /// Each part takes longer than it may.
+    Slow,
+    /// Values end within.
+    Cut,
+    /// A byte of each answer is another one.
+    Garble,
+    /// All answers are noise.
+    Noise,
+}
+
+/// Passes on what goes to a port, until it is told to do otherwise.
+struct Proxy {
+    port: u16,
+    fault: tokio::sync::watch::Sender<Fault>,
+}
+
+impl Proxy {
+    async fn start(to: u16) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let fault = tokio::sync::watch::Sender::new(Fault::None);
+        let told = fault.subscribe();
+        tokio::spawn(async move {
+            loop {
+                let (near, _) = listener.accept().await.unwrap();
+                let far = TcpStream::connect(("127.0.0.1", to)).await.unwrap();
+                let ((mut from_near, mut to_near), (mut from_far, mut to_far)) =
+                    (near.into_split(), far.into_split());
+                tokio::spawn(async move { tokio::io::copy(&mut from_near, &mut to_far).await });
+                let told = told.clone();
+                tokio::spawn(async move {
+                    let mut part = vec![0; 1 << 16];
+                    loop {
+                        let Ok(got @ 1..) = from_far.read(&mut part).await else {
+                            return;
+                        };
+                        let part = &mut part[..got];
+                        let fault = *told.borrow();
+                        match fault {
+                            Fault::None => {}
+                            Fault::Freeze => std::future::pending().await,
+                            Fault::Slow => tokio::time::sleep(Duration::from_secs(2)).await,
+                            Fault::Cut if got > 100 => {
+                                let _ = to_near.write_all(&part[..100]).await;
+                                return;
+                            }
+                            Fault::Cut => {}
+                            Fault::Garble => part[got / 2] ^= 1,
+                            Fault::Noise => part.fill(b'x'),
+                        }
+                        if to_near.write_all(part).await.is_err() {
+                            return;
+                        }
+                    }
+                });
+            }
+        });
+        Self { port, fault }
+    }
+}
+
+// proves: docs/l2.md#reading-from-peers
+#[tokio::test]
+async fn objects_are_loaded_from_the_peers_that_have_them() {
+    let objects: Vec<_> = (0..6)
+        .map(|number| object(number, 100_000 + number))
+        .collect();
+    let first = Held::new(4 << 20, objects[..3].iter().cloned());
+    let second = Held::new(4 << 20, objects[2..5].iter().cloned());
+    let adapter = adapter(&[port(&first).await, port(&second).await], PATIENCE);
+    connected(&adapter, 2).await;
+    let found = adapter.lookup(objects.clone()).await.unwrap();
+    let lengths: Vec<_> = objects
+        .iter()
+        .map(|it| Some(adapter.size_of(it.len)))
+        .collect();
+    assert_eq!(found[..5], lengths[..5]);
+    assert_eq!(found[5], None);
+    let memory = Memory::new(4 << 20);
+    let loaded = load(&adapter, &memory, &objects).await;
+    for (object, loaded) in objects.iter().zip(&loaded).take(5) {
+        assert_eq!(loaded.as_deref().ok(), Some(&content(object)[..]));
+    }
+    assert_eq!(kinds(loaded)[5], Some(ErrorKind::NotFound));
+    // One that was not looked up, and one of another layout, which has the same length.
+    let fresh = PeersAdapter::open(adapter.options().clone());
+    connected(&fresh, 2).await;
+    let mut other = objects[1].clone();
+    other.layout ^= 1;
+    let loaded = load(&fresh, &memory, &[objects[0].clone(), other]).await;
+    assert_eq!(kinds(loaded), [None, Some(ErrorKind::NotFound)]);
+    for result in kinds(store(&fresh, &memory, &objects[..1]).await) {
+        assert_eq!(result, Some(ErrorKind::Unsupported));
+    }
+    fresh.close().await;
+    adapter.close().await;
+    memory.until_unused().await;
+}
+
+// proves: docs/l2.md#reading-from-peers
+#[tokio::test]
+async fn faults_of_a_peer_cost_its_hits_alone() {
+    let (theirs, ours) = (object(1, 200_000), object(2, 200_000));
+    let good = Held::new(4 << 20, [ours.clone()]);
+    let bad = Held::new(4 << 20, [theirs.clone()]);
+    let memory = Memory::new(4 << 20);
+    for fault in [
+        Fault::Freeze,
+        Fault::Slow,
+        Fault::Cut,
+        Fault::Garble,
+        Fault::Noise,
+    ] {
+        let proxy = Proxy::start(port(&bad).await).await;
+        let adapter = adapter(&[proxy.port, port(&good).await], Duration::from_secs(1));
+        connected(&adapter, 2).await;
+        let both = [theirs.clone(), ours.clone()];
+        // Each has one.
+        assert!(
+            adapter
+                .lookup(both.to_vec())
+                .await
+                .unwrap()
+                .iter()
+                .all(Option::is_some)
+        );
+        proxy.fault.send_replace(fault);
+        let loaded = load(&adapter, &memory, &both).await;
+        assert_eq!(loaded[1].as_deref().ok(), Some(&content(&ours)[..]));
+        assert!(loaded[0].is_err());
+        let began = Instant::now();
+        let found = adapter.lookup(both.to_vec()).await.unwrap();
+        assert!(found[1].is_some() && began.elapsed() < PATIENCE / 2);
+        // It is used again once it is well.
+        proxy.fault.send_replace(Fault::None);
+        loop {
+            // Connections that were made meanwhile may be frozen for ever.
+            let loaded = load(&adapter, &memory, &both[..1]).await;
+            if loaded[0].is_ok() {
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        adapter.close().await;
+    }
+}
+
+// proves: docs/l2.md#reading-from-peers
+#[tokio::test]
+async fn dead_and_refusing_peers_are_misses_and_health_stays() {
+    let one = object(1, 1000);
+    let held = Held::new(1 << 20, [one.clone()]);
+    let secret = PortOptions {
+        password: "secret".to_owned(),
+        ..PortOptions::default()
+    };
+    let guarded = start(secret, &held).await;
+    let nobody = super::server::free_port();
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let full = listener.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let refusal = b"-ERR max number of clients reached\r\n";
+            let _ = stream.write_all(refusal).await;
+        }
+    });
+    let mut options = adapter(&[guarded, nobody, full], PATIENCE)
+        .options()
+        .clone();
+    for (password, is_found) in [("wrong", false), ("", false), ("secret", true)] {
+        options.common.password = password.to_owned();
+        let adapter = PeersAdapter::open(options.clone());
+        // Their attempts have ended, well or not.
+        while adapter.status()["peers"].as_array().is_none_or(|peers| {
+            let is_new = |peer: &Json| peer["connected"] == 0 && peer["error"].is_null();
+            peers.len() < 3 || peers.iter().any(is_new)
+        }) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        let found = adapter.lookup(vec![one.clone()]).await.unwrap();
+        assert_eq!(found[0].is_some(), is_found, "{password}");
+        assert_eq!(adapter.status()["is_healthy"], true);
+        adapter.close().await;
+    }
+}
+
+// proves: docs/l2.md#reading-from-peers
+#[tokio::test]
+async fn frozen_peer_is_not_asked_once_its_breaker_opens() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let frozen = listener.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            tokio::spawn(async move {
+                let mut bytes = vec![0; 65536];
+                let _ = stream.read(&mut bytes).await;
+                let _ = stream.write_all(b"+PONG\r\n").await;
+                // Nothing more is answered.
+                while stream.read(&mut bytes).await.is_ok_and(|got| got > 0) {}
+            });
+        }
+    });
+    let mut options = adapter(&[frozen], Duration::from_millis(20))
+        .options()
+        .clone();
+    options.guards.breaker_pause = PATIENCE;
+    let adapter = PeersAdapter::open(options);
+    connected(&adapter, 1).await;
+    let began = Instant::now();
+    for _ in 0..5 {
+        assert_eq!(adapter.lookup(vec![object(1, 10)]).await.unwrap(), [None]);
+    }
+    assert!(began.elapsed() < PATIENCE / 2);
+    let breaker = &adapter.status()["peers"][0]["breaker"]["lookup"];
+    assert_eq!(
+        (&breaker["state"], &breaker["opened"]),
+        (&json!("open"), &json!(1))
+    );
+    assert_eq!(adapter.lookup(vec![object(1, 10)]).await.unwrap(), [None]);
+    assert_eq!(
+        adapter.status()["peers"][0]["breaker"]["lookup"]["refused"],
+        1
+    );
+}
+
+// proves: docs/l2.md#reading-from-peers
+#[tokio::test]
+async fn each_of_many_peers_gets_its_turn() {
+    let one = object(1, 1000);
+    let nothing = Held::new(1 << 20, []);
+    let held = Held::new(1 << 20, [one.clone()]);
+    let mut ports = Vec::new();
+    for _ in 0..11 {
+        ports.push(port(&nothing).await);
+    }
+    ports.push(port(&held).await);
+    let adapter = adapter(&ports, PATIENCE);
+    connected(&adapter, 12).await;
+    let is_found = async || adapter.lookup(vec![one.clone()]).await.unwrap()[0].is_some();
+    let mut lookups = 0;
+    while !is_found().await {
+        lookups += 1;
+        assert!(lookups < 20, "its turn did not come");
+    }
+    let answered = |peer: &&Json| !peer["answered_seconds_ago"].is_null();
+    let status = adapter.status();
+    assert!(
+        status["peers"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter(answered)
+            .count()
+            >= 8
+    );
+}
+
+// proves: docs/l2.md#reading-from-peers
+#[tokio::test]
+async fn names_are_resolved() {
+    let one = object(1, 1000);
+    let held = Held::new(1 << 20, [one.clone()]);
+    let peers = vec![
+        ("no-such-host.invalid".to_owned(), 1),
+        ("localhost".to_owned(), port(&held).await),
+    ];
+    let adapter = PeersAdapter::open(PeersOptions::new(peers, PATIENCE));
+    // It may have an address of another family, where nothing listens.
+    connected(&adapter, 1).await;
+    assert!(adapter.lookup(vec![one]).await.unwrap()[0].is_some());
+}
