@@ -139,6 +139,12 @@ fn summary(url: &str, status: &Status) -> String {
         line(&mut out, "eviction", &eviction.eviction_policy, [more]);
     }
     tiers(&mut out, manager);
+    if let Some(port) = &status.peer_port {
+        let (objects, bytes) = (HumanCount(port.sent_objects), HumanBytes(port.sent_bytes));
+        let connections = format!("{} connections", port.connections);
+        let sent = format!("{objects} objects sent, {bytes}");
+        line(&mut out, "peers", &connections, [Some(sent)]);
+    }
     if let Some(cuda) = &status.devices.cuda {
         gpus::write(&mut out, cuda);
     }
@@ -418,12 +424,17 @@ mod tests {
                 "memory_used_bytes": 512 << 10, "memory_total_bytes": 1 << 20, "total_object_count": 1234,
             } },
             "devices": { "of_instances": { "5": "cuda" } },
+            "peer_port": { "connections": 5, "sent_objects": 1234, "sent_bytes": 1 << 20 },
             "cache_context_meta": { "5": { "model_name": "m", "world_size": 2, "kv_cache_layout": {} } },
             "non_cuda_context_meta": { "7": { "model_name": "m", "world_size": 2, "block_size": 16, "use_mla": true } },
         });
         let text = lines(status);
         assert!(
             text.contains("512.00 KiB of 1.00 MiB in use (50.0 %), 1,234 objects, 0 leased"),
+            "{text}"
+        );
+        assert!(
+            text.contains("\npeers     5 connections, 1,234 objects sent, 1.00 MiB\n"),
             "{text}"
         );
         assert!(
