@@ -18,10 +18,13 @@ pub const REQUESTS: &str = "tcp://127.0.0.1:5555";
 /// The default HTTP API.
 const HTTP: &str = "http://127.0.0.1:8080";
 
+/// The default port of an HTTP API.
+const HTTP_PORT: &str = ":8080";
+
 /// Arguments for the address of an HTTP API.
 #[derive(Debug, Args)]
 pub struct HttpArgs {
-    /// The server's HTTP API: host:port, http://host:port or https://host:port [default: http://127.0.0.1:8080]
+    /// The server's HTTP API: host, host:port, http://host:port or https://host:port [default: http://127.0.0.1:8080]
     #[arg(value_name = "URL", value_parser = http)]
     server: Option<String>,
     /// Address of the server, like the argument
@@ -37,6 +40,30 @@ impl HttpArgs {
     }
 }
 
+/// Arguments for the addresses of several HTTP APIs.
+#[derive(Debug, Args)]
+pub struct HttpListArgs {
+    /// The servers' HTTP APIs: host, host:port, http://host:port or https://host:port [default: http://127.0.0.1:8080]
+    #[arg(value_name = "URL", value_parser = http)]
+    servers: Vec<String>,
+    /// Address of one server, like the argument
+    #[arg(long, value_parser = http, conflicts_with = "servers")]
+    url: Option<String>,
+}
+
+impl HttpListArgs {
+    /// The addresses, at least one.
+    pub fn urls(&self) -> Vec<&str> {
+        let given: Vec<_> = self
+            .servers
+            .iter()
+            .chain(&self.url)
+            .map(String::as_str)
+            .collect();
+        if given.is_empty() { vec![HTTP] } else { given }
+    }
+}
+
 /// Parses the address of a request socket.
 pub(crate) fn requests(text: &str) -> Result<String> {
     complete(text, &["tcp", "ipc"]).ok_or_else(|| {
@@ -46,8 +73,15 @@ pub(crate) fn requests(text: &str) -> Result<String> {
 
 /// Parses the address of an HTTP API.
 fn http(text: &str) -> Result<String> {
-    complete(text, &["http", "https"]).ok_or_else(|| {
-        Error::refused("give host:port, http://host:port or https://host:port of an HTTP API")
+    let schemes = ["http", "https"];
+    let with_port = || {
+        complete(
+            &format!("{}{HTTP_PORT}", text.trim_end_matches('/')),
+            &schemes,
+        )
+    };
+    complete(text, &schemes).or_else(with_port).ok_or_else(|| {
+        Error::refused("give host, host:port, http://host:port or https://host:port of an HTTP API")
     })
 }
 
@@ -122,6 +156,10 @@ mod tests {
             for text in [&bare, &web, &format!("{web}/")] {
                 assert_eq!(http(text).as_ref(), Ok(&web));
             }
+            let default = format!("http://{host}:8080");
+            for text in [host, &format!("http://{host}/")] {
+                assert_eq!(http(text).as_ref(), Ok(&default));
+            }
             assert_eq!(requests_or_http(&web).as_ref(), Ok(&web));
             assert_eq!(http(&secure).as_ref(), Ok(&secure));
             assert_eq!(requests_or_http(&secure).as_ref(), Ok(&secure));
@@ -133,10 +171,12 @@ mod tests {
 
     #[test]
     fn invalid_address_is_refused_with_allowed_forms() {
+        for text in ["a", "tcp://a", "ipc://"] {
+            assert!(requests_or_http(text).is_err(), "{text}");
+        }
         for text in [
             "",
             ":",
-            "a",
             "a:",
             ":7",
             "a:0",
@@ -146,12 +186,11 @@ mod tests {
             "[a]:7",
             "a:7/b",
             "tcp://",
-            "tcp://a",
-            "ipc://",
             "ftp://a:7",
             "tcp:a:7",
             "u@a:7",
         ] {
+            assert!(http(text).is_err(), "{text}");
             let refusal = requests_or_http(text).unwrap_err().to_string();
             assert!(
                 ["host:port", "tcp://", "ipc://", "http://"]

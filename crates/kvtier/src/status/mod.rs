@@ -1,10 +1,11 @@
-//! `kvtier status`: a server's `/status` as text.
+//! `kvtier status`: a server's `/status` as text, or that of several in a line each.
 
 mod gpus;
 
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::process::ExitCode;
+use std::thread;
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -13,9 +14,9 @@ use indicatif::{HumanBytes, HumanCount, HumanDuration};
 use kvtier_observe::api::{
     Health, QuotaStatus, Recovery, StateStatus, Status, StorageManagerStatus, TierStatus,
 };
-use serde_json::Value;
+use serde_json::{Map, Value, json};
 
-use crate::address::HttpArgs;
+use crate::address::HttpListArgs;
 use crate::out;
 use crate::units::duration;
 use crate::web::{AccessArgs, Client, refusal};
@@ -24,8 +25,8 @@ use crate::web::{AccessArgs, Client, refusal};
 #[derive(Debug, Args)]
 pub struct StatusArgs {
     #[command(flatten)]
-    server: HttpArgs,
-    /// Print the server's answer unchanged, as JSON
+    servers: HttpListArgs,
+    /// Print the server's answer unchanged, as JSON; of several servers an object by URL
     #[arg(long)]
     json: bool,
     /// Timeout, in seconds or as in 500ms, 30s, 2m
@@ -35,9 +36,12 @@ pub struct StatusArgs {
     access: AccessArgs,
 }
 
-/// Prints the status. Exit code 1, with one line on stderr, if the server is not healthy or does not answer.
+/// Prints the status. Exit code 1, with one line on stderr, if a server is not healthy or does not answer.
 pub fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
-    let url = args.server.url();
+    let urls = args.servers.urls();
+    let [url] = urls[..] else {
+        return several(&urls, args);
+    };
     let outcome = Client::new(url, &args.access, args.timeout).and_then(|client| {
         let is_healthy = status(url, &client, args.json)?;
         Ok((!is_healthy).then(|| reason(&client)))
@@ -55,8 +59,115 @@ pub fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
     }
 }
 
+/// Prints a line per server, asked at the same time, and their totals.
+fn several(urls: &[&str], args: &StatusArgs) -> anyhow::Result<ExitCode> {
+    let ask = |url: &str| ask(url, &Client::new(url, &args.access, args.timeout)?);
+    let answers: Vec<anyhow::Result<Value>> = thread::scope(|scope| {
+        let asked: Vec<_> = urls.iter().map(|url| scope.spawn(|| ask(url))).collect();
+        let answers = asked.into_iter().map(|asked| asked.join());
+        answers
+            .map(|answer| answer.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    });
+    let width = urls.iter().map(|url| url.len()).max().unwrap_or_default();
+    let (mut out, mut all, mut total, mut healthy) =
+        (String::new(), Map::new(), Usage::default(), 0);
+    for (url, answer) in urls.iter().zip(answers) {
+        let status = answer.and_then(|answer| {
+            let status = parse(url, &answer)?;
+            all.insert((*url).to_owned(), answer);
+            Ok(status)
+        });
+        let text = match status {
+            Ok(status) => {
+                healthy += usize::from(status.is_healthy);
+                let usage = Usage::of(&status);
+                total.add(&usage);
+                format!("{}, {}", health(&status), usage.text())
+            }
+            Err(error) => {
+                let error = format!("{error:#}");
+                all.insert((*url).to_owned(), json!({ "error": error }));
+                error
+            }
+        };
+        let _ = writeln!(out, "{url:<width$}  {text}");
+    }
+    let count = urls.len();
+    let name = format!("{count} servers");
+    let _ = writeln!(out, "{name:<width$}  {healthy} healthy, {}", total.text());
+    if args.json {
+        out = out::json(&Value::Object(all)) + "\n";
+    }
+    write!(out::stdout(), "{out}")?;
+    if healthy == count {
+        return Ok(ExitCode::SUCCESS);
+    }
+    out::complain(
+        "status",
+        format!("{healthy} of {count} servers are healthy"),
+    );
+    Ok(ExitCode::FAILURE)
+}
+
+/// What a server has and serves, or several together.
+#[derive(Default)]
+struct Usage {
+    used_bytes: u64,
+    total_bytes: u64,
+    objects: u64,
+    sessions: usize,
+    workers: usize,
+}
+
+impl Usage {
+    fn of(status: &Status) -> Self {
+        let l1 = &status.storage_manager.l1_manager;
+        Self {
+            used_bytes: l1.memory_used_bytes,
+            total_bytes: l1.memory_total_bytes,
+            objects: l1.total_object_count,
+            sessions: status.active_sessions.unwrap_or_default(),
+            workers: status.cache_context_meta.len() + status.non_cuda_context_meta.len(),
+        }
+    }
+
+    fn add(&mut self, other: &Self) {
+        self.used_bytes += other.used_bytes;
+        self.total_bytes += other.total_bytes;
+        self.objects += other.objects;
+        self.sessions += other.sessions;
+        self.workers += other.workers;
+    }
+
+    fn text(&self) -> String {
+        let l1 = in_use(self.used_bytes, self.total_bytes);
+        let objects = HumanCount(self.objects);
+        let (sessions, workers) = (self.sessions, self.workers);
+        format!("L1 {l1}, objects {objects}, sessions {sessions}, workers {workers}")
+    }
+}
+
 /// Prints the status; returns whether the server is healthy.
 fn status(url: &str, client: &Client, json: bool) -> anyhow::Result<bool> {
+    let answer = ask(url, client)?;
+    if json {
+        writeln!(out::stdout(), "{}", out::json(&answer))?;
+    }
+    let status = parse(url, &answer)?;
+    if !json {
+        write!(out::stdout(), "{}", summary(url, &status))?;
+    }
+    Ok(status.is_healthy)
+}
+
+fn parse(url: &str, answer: &Value) -> anyhow::Result<Status> {
+    kvtier_observe::api::from_value(out::shown(answer))
+        .with_context(|| format!("{url}/status has a field of another type"))
+}
+
+/// The server's answer.
+fn ask(url: &str, client: &Client) -> anyhow::Result<Value> {
     let (code, body) = client.get("/status")?;
     let status: Value = serde_json::from_str(&body)
         .ok()
@@ -65,15 +176,14 @@ fn status(url: &str, client: &Client, json: bool) -> anyhow::Result<bool> {
     if code != 200 {
         anyhow::bail!("{url}/status returned {}", refusal(code, &body));
     }
-    if json {
-        writeln!(out::stdout(), "{}", out::json(&status))?;
-    }
-    let status: Status = kvtier_observe::api::from_value(out::shown(&status))
-        .with_context(|| format!("{url}/status has a field of another type"))?;
-    if !json {
-        write!(out::stdout(), "{}", summary(url, &status))?;
-    }
-    Ok(status.is_healthy)
+    Ok(status)
+}
+
+/// Bytes in use, with their share of the size.
+fn in_use(used: u64, size: u64) -> String {
+    let share = 100.0 * used as f64 / size.max(1) as f64;
+    let (used, size) = (HumanBytes(used), HumanBytes(size));
+    format!("{used} of {size} in use ({share:.1} %)")
 }
 
 /// The server's reason for not being healthy.
@@ -117,7 +227,6 @@ fn summary(url: &str, status: &Status) -> String {
     let l1 = &manager.l1_manager;
     let (used, size) = (l1.memory_used_bytes, l1.memory_total_bytes);
     if size > 0 {
-        let share = 100.0 * used as f64 / size as f64;
         let prefaulted = l1.prefaulted_bytes.filter(|touched| *touched < size);
         let more = [
             Some(format!("{} objects", HumanCount(l1.total_object_count))),
@@ -128,9 +237,7 @@ fn summary(url: &str, status: &Status) -> String {
             )),
             prefaulted.map(|touched| format!("{} pre-faulted", HumanBytes(touched))),
         ];
-        let (used, size) = (HumanBytes(used), HumanBytes(size));
-        let text = format!("{used} of {size} in use ({share:.1} %)");
-        line(&mut out, "L1", &text, more);
+        line(&mut out, "L1", &in_use(used, size), more);
     }
     let eviction = &manager.l1_eviction_controller.eviction;
     if !eviction.eviction_policy.is_empty() {
@@ -300,12 +407,7 @@ fn tier(tier: &TierStatus) -> String {
     if let Some(used) = tier.current_size_bytes {
         parts.push(match tier.max_capacity_bytes {
             0 => format!("{} in use", HumanBytes(used)),
-            size => format!(
-                "{} of {} in use ({:.1} %)",
-                HumanBytes(used),
-                HumanBytes(size),
-                100.0 * used as f64 / size as f64
-            ),
+            size => in_use(used, size),
         });
     }
     if let Some(objects) = tier.stored_object_count {

@@ -1,5 +1,6 @@
 //! `kvtier status` and `kvtier ping`.
 
+use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
 
 use serde_json::Value;
@@ -82,6 +83,76 @@ fn status_and_ping_of_running_server() {
         let line = complaint(&kvtier(&[command, "--timeout", "1", "--url", url]), 1);
         assert!(line.contains(url) && line.contains(hint), "{line}");
     }
+}
+
+// proves: docs/hosts.md#all-servers-at-a-glance
+#[test]
+fn status_of_several_servers_has_a_line_each() {
+    let (one, other) = (Server::start_without_pool(), Server::start_without_pool());
+    // Accepts connections and never answers.
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let silent = format!("http://{}", silent.local_addr().unwrap());
+    let closed = format!("http://127.0.0.1:{}", free_port());
+    let status = kvtier(&["status", &one.http, &other.http]);
+    assert!(status.status.success(), "{:?}", lines(&status.stderr));
+    let text = lines(&status.stdout);
+    assert_eq!(text.len(), 3, "{text:?}");
+    let usage = |size: &str| {
+        format!("healthy, L1 0 B of {size} in use (0.0 %), objects 0, sessions 0, workers 0")
+    };
+    let line = format!("{}  {}", one.http, usage("52.00 MiB"));
+    assert_eq!(text[0], line);
+    let (width, usage) = (one.http.len(), usage("104.00 MiB"));
+    let total = format!("{:<width$}  2 {usage}", "2 servers");
+    assert_eq!(text[2], total);
+    let all = [
+        "status",
+        &one.http,
+        &silent,
+        &closed,
+        &other.http,
+        "--timeout",
+        "1",
+    ];
+    let status = kvtier(&all);
+    assert_eq!(status.status.code(), Some(1));
+    let complaint = lines(&status.stderr);
+    assert_eq!(complaint, ["kvtier status: 2 of 4 servers are healthy"]);
+    let text = lines(&status.stdout);
+    for (line, part) in [
+        (1, "in time (--timeout)"),
+        (2, "nothing answers at"),
+        (4, "  2 healthy, "),
+    ] {
+        assert!(text[line].contains(part), "{text:?}");
+    }
+    let json = kvtier(&[&all[..], &["--json"]].concat());
+    let json: Value = serde_json::from_slice(&json.stdout).unwrap();
+    assert_eq!(json[&other.http]["is_healthy"], true);
+    let error = json[&silent]["error"].as_str().unwrap();
+    assert!(error.contains("in time"), "{error}");
+}
+
+#[test]
+fn several_servers_are_asked_at_once() {
+    let listeners = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
+    let [one, other] = listeners.each_ref().map(|it| it.local_addr().unwrap());
+    let servers = std::thread::spawn(move || {
+        // Each answers once both are asked.
+        for mut stream in listeners.map(|it| it.accept().unwrap().0) {
+            let _ = stream.read(&mut [0; 4096]).unwrap();
+            let body = r#"{"is_healthy": true}"#;
+            let length = body.len();
+            write!(
+                stream,
+                "HTTP/1.1 200 OK\r\ncontent-length: {length}\r\n\r\n{body}"
+            )
+            .unwrap();
+        }
+    });
+    let status = kvtier(&["status", &one.to_string(), &other.to_string()]);
+    assert!(status.status.success(), "{:?}", lines(&status.stderr));
+    servers.join().unwrap();
 }
 
 #[test]

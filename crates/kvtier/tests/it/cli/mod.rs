@@ -65,6 +65,10 @@ impl Server {
         Self::start_with(&["--shm-name", &format!("kvtier_cli_{}", std::process::id())])
     }
 
+    fn start_without_pool() -> Self {
+        Self::start_with(&["--shm-name", ""])
+    }
+
     fn start_with(flags: &[&str]) -> Self {
         let (port, http) = (free_port(), free_port());
         let child = Command::new(KVTIER)
