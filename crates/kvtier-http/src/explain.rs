@@ -1,12 +1,12 @@
-//! The route that explains why a lookup misses.
+//! Routes about where a prompt is: how much of it, for routers, and why a lookup misses.
 
 use std::sync::Arc;
 
 use axum::Extension;
 use axum::extract::{FromRequest as _, Request};
 use axum::http::StatusCode;
-use kvtier_engine::TenantView;
-use kvtier_observe::api::{ExplainRequest, Explanation};
+use kvtier_engine::{ExplainError, TenantView};
+use kvtier_observe::api::{ExplainRequest, Explanation, PrefixMatch};
 use tokio::sync::Semaphore;
 
 use super::access::Role;
@@ -48,16 +48,45 @@ pub(super) async fn explain(
     let turn = EXPLANATIONS.acquire().await;
     let request: ExplainRequest = body.read(required).await??;
     drop(alone);
-    let view = match role {
-        Role::Read => TenantView::One,
-        Role::Admin => TenantView::All,
-    };
+    let view = view_of(role);
     let explained = run_blocking(move || {
         // Held until the end, also after the client has disconnected.
         let _turn = turn;
         engine.admin().explanations.explain(&request, view)
     });
-    let refused =
-        |error: kvtier_engine::ExplainError| detail(StatusCode::BAD_REQUEST, error.to_string());
-    explained.await?.map(JsonAnswer).map_err(refused)
+    explained.await?.map(JsonAnswer).map_err(refusal)
+}
+
+/// How much of a prompt L1 and the tiers have, and the load of the server, for a router.
+///
+/// Changes nothing, so a token that reads may ask. Leases nothing and asks no backend of a tier.
+#[utoipa::path(post, path = "/prefix/match", request_body = ExplainRequest, responses(
+    (status = 200, description = "What a lookup would find", body = PrefixMatch),
+    (status = 400, description = "A value is not allowed, or must be given", body = DetailBody),
+    (status = 422, description = "Body of the wrong shape", body = DetailBody),
+    (status = 503, description = "The engine is not there yet", body = DetailBody),
+))]
+pub(super) async fn match_prefix(
+    api: ApiState,
+    Extension(role): Extension<Role>,
+    body: Payload<BODY_LIMIT>,
+) -> Result<JsonAnswer<PrefixMatch>, ApiError> {
+    let engine = Arc::clone(engine(&api)?);
+    let matched = body.read(move |bytes| {
+        let request: ExplainRequest = required(bytes)?;
+        let matched = engine.admin().match_prefix(&request, view_of(role));
+        matched.map(JsonAnswer).map_err(refusal)
+    });
+    matched.await?
+}
+
+fn view_of(role: Role) -> TenantView {
+    match role {
+        Role::Read => TenantView::One,
+        Role::Admin => TenantView::All,
+    }
+}
+
+fn refusal(error: ExplainError) -> ApiError {
+    detail(StatusCode::BAD_REQUEST, error.to_string())
 }

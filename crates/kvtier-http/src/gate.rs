@@ -1,6 +1,6 @@
 //! Decides, before anything else looks at a request, whether it may be answered.
 //!
-//! Reading (GET and HEAD, and one question that is too long for a GET) takes any token, everything else an admin's; so a
+//! Reading (GET and HEAD, and questions that are too long for a GET) takes any token, everything else an admin's; so a
 //! new route is closed unless it only reads. Open are `/healthcheck`, for probes that carry no token, and the files of the
 //! dashboard, which hold nothing of the server. Without tokens, every client on loopback may do everything.
 
@@ -20,8 +20,8 @@ use crate::access::{Access, Caller, Role};
 /// The path that takes no token, and no turn.
 pub(super) const OPEN: &str = "/healthcheck";
 
-/// The path whose POST only reads.
-const QUESTION: &str = "/cache/explain";
+/// Paths whose POST only reads.
+const QUESTIONS: [&str; 2] = ["/cache/explain", "/prefix/match"];
 
 /// Address that a request came from; every connection adds it to its requests.
 #[derive(Clone, Copy)]
@@ -118,7 +118,7 @@ pub(super) async fn gate(
 }
 
 fn needed(request: &Request) -> Role {
-    let is_question = request.method() == Method::POST && request.uri().path() == QUESTION;
+    let is_question = request.method() == Method::POST && QUESTIONS.contains(&request.uri().path());
     if is_question || is_read(request.method()) {
         Role::Read
     } else {

@@ -216,6 +216,7 @@ fn api() -> OpenApiRouter<Arc<Api>> {
         .routes(routes!(cache::clear))
         .routes(routes!(cache::checksums))
         .routes(routes!(explain::explain))
+        .routes(routes!(explain::match_prefix))
         .routes(routes!(objects::adapters))
         .routes(routes!(objects::list, objects::delete))
         .routes(routes!(prefetches::result))

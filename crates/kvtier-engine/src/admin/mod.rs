@@ -23,7 +23,7 @@ use kvtier_config::Change;
 use kvtier_core::cache::{Removed, ResidentObject};
 use kvtier_core::{ChunkHash, ObjectKey};
 use kvtier_memory::PrefaultEnd;
-use kvtier_observe::api::Status;
+use kvtier_observe::api::{ExplainRequest, Load, PrefixMatch, Status};
 use kvtier_observe::metrics::Readings;
 use kvtier_observe::metrics::TenantSource;
 use kvtier_proto::request::InstanceId;
@@ -86,6 +86,24 @@ impl Admin {
             explanations: Explanations::new(context, lookups),
             prefaulted: AtomicU64::new(0),
         }
+    }
+
+    /// Returns how much of a prompt a lookup would find, and the server's load, for a router. Counts as no use.
+    ///
+    /// # Errors
+    /// See [`ExplainError`].
+    pub fn match_prefix(
+        &self,
+        request: &ExplainRequest,
+        view: TenantView,
+    ) -> std::result::Result<PrefixMatch, ExplainError> {
+        let usage = self.context.l1.cache.usage();
+        let load = Load {
+            active_sessions: self.lookups.held.len() as u64,
+            pending_transfers: self.transfers.prepared.counts().0 as u64,
+            memory_usage_ratio: usage.used_bytes as f64 / usage.capacity_bytes.max(1) as f64,
+        };
+        self.explanations.match_prefix(request, view, load)
     }
 
     /// Drops the objects of L1 that have no lease, or all of them.

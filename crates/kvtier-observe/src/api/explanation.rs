@@ -1,7 +1,11 @@
-//! Bodies of `POST /cache/explain`.
+//! Bodies of `POST /cache/explain` and `POST /prefix/match`.
 
-use serde::{Deserialize, Serialize};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD as BASE64;
+use serde::de::{Error, SeqAccess, Unexpected, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeMap;
+use std::fmt;
 use utoipa::ToSchema;
 
 /// A prompt, and the engine that would ask for it.
@@ -12,7 +16,10 @@ pub struct ExplainRequest {
     /// Workers of the engine; may be left out if all engines of the model have the same.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub world_size: Option<u32>,
-    /// The prompt; at most 1,000,000 token ids.
+    /// The prompt; at most 1,000,000 token ids. A text instead of a list is base64 of four bytes per id, big-endian, like
+    /// `token_bytes` in keys of LMCache 0.5.7.
+    #[serde(deserialize_with = "token_ids")]
+    #[schema(value_type = TokenIds)]
     pub token_ids: Vec<u32>,
     /// The tenant; none by default.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -20,6 +27,80 @@ pub struct ExplainRequest {
     /// Tokens per chunk of the engine; may be left out if all workers of the model have the same.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub chunk_size: Option<u64>,
+}
+
+/// Both forms of token ids, for the description of the API.
+#[expect(
+    dead_code,
+    reason = "never made: an untagged value would be read twice"
+)]
+#[derive(ToSchema)]
+#[serde(untagged)]
+enum TokenIds {
+    /// The ids.
+    List(Vec<u32>),
+    /// Base64 of four bytes per id, big-endian.
+    Packed(String),
+}
+
+fn token_ids<'de, D: Deserializer<'de>>(reader: D) -> Result<Vec<u32>, D::Error> {
+    struct EitherForm;
+    impl<'de> Visitor<'de> for EitherForm {
+        type Value = Vec<u32>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a list of token ids, or base64 of four bytes per id")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Vec<u32>, A::Error> {
+            let mut ids = Vec::new();
+            while let Some(id) = list.next_element()? {
+                ids.push(id);
+            }
+            Ok(ids)
+        }
+
+        fn visit_str<E: Error>(self, text: &str) -> Result<Vec<u32>, E> {
+            let bytes = BASE64.decode(text);
+            let bytes = bytes.map_err(|_| E::invalid_value(Unexpected::Str(text), &self))?;
+            let (packed, []) = bytes.as_chunks() else {
+                let len = format!("{} bytes", bytes.len());
+                return Err(E::invalid_value(Unexpected::Other(&len), &self));
+            };
+            Ok(packed.iter().map(|id| u32::from_be_bytes(*id)).collect())
+        }
+    }
+    reader.deserialize_any(EitherForm)
+}
+
+/// How much of a prompt a server has, for a router.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct PrefixMatch {
+    /// Tokens per chunk.
+    pub chunk_size: u64,
+    /// Whole chunks of the prompt.
+    pub chunks: u64,
+    /// Tokens that a lookup would find, in L1 and the indexes of the tiers.
+    pub hit_tokens: u64,
+    /// Tokens that it would find without the tiers.
+    pub hit_tokens_l1: u64,
+    /// Why a lookup would look for nothing, such as `no_gpu_context`; `null` if it would.
+    pub refused: Option<String>,
+    /// Load of the server.
+    pub load: Load,
+}
+
+/// Load of a server. The fields are those of `/status`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Load {
+    /// Requests of engines that hold or held something and have not ended.
+    pub active_sessions: u64,
+    /// Transfers in flight of workers that copy by themselves.
+    pub pending_transfers: u64,
+    /// Used share of L1.
+    pub memory_usage_ratio: f64,
 }
 
 /// Chunks of a prompt, the tiers that have them, and why a lookup would miss.

@@ -27,7 +27,9 @@ pub use dashboard::{
 pub use devices::{
     ByDirection, CudaStatus, DevicesStatus, Gpu, GpuState, Gpus, MovedBytes, Pinning,
 };
-pub use explanation::{ChunkRun, ExplainRequest, ExplainedLookup, ExplainedRow, Explanation};
+pub use explanation::{
+    ChunkRun, ExplainRequest, ExplainedLookup, ExplainedRow, Explanation, Load, PrefixMatch,
+};
 pub use quota::{
     Activity, Limit, NewQuota, NewTierQuota, QuotaChange, Tenant, TenantInTier, TenantPage,
     TierUsage, Unlimited,

@@ -104,6 +104,7 @@ fn answers_have_the_recorded_fields() {
         "model_name": "answers", "cache_salt": "alice", "token_ids": tokens(1, 4), "world_size": 1, "chunk_size": 16,
     });
     let found = format!("POST /cache/explain {question}");
+    let matched = format!("POST /prefix/match {question}");
     let mut answers = Vec::new();
     for line in [
         r#"PUT /quota/alice {"limit_gb": 1, "reserved_gb": "8MiB", "tiers": {"fs-0": {"limit_gb": "unlimited"}}}"#,
@@ -128,6 +129,7 @@ fn answers_have_the_recorded_fields() {
         r#"POST /cache/checksums {"instance_id": 2, "block_ids": [0, 1], "chunk_size": 2, "layerwise": true}"#,
         r#"POST /cache/prefetches {"model_name": "answers", "world_size": 1, "token_ids": [1, 2]}"#,
         &found,
+        &matched,
         r#"POST /cache/explain {"model_name": "answers", "token_ids": [1, 2]}"#,
         r#"DELETE /cache/objects {"keys": [], "tier": "all"}"#,
         "POST /cache/clear",
@@ -164,6 +166,8 @@ fn answers_have_the_recorded_fields() {
         r#"POST /cache/explain {"model_name": "m"}"#,
         r#"POST /cache/explain {"model_name": "m", "token_ids": [-1]}"#,
         r#"POST /cache/explain {"model_name": "answers", "token_ids": [1], "chunk_size": 7}"#,
+        "POST /prefix/match",
+        r#"POST /prefix/match {"model_name": "answers", "token_ids": "AAAAAQ="}"#,
         "DELETE /cache/objects",
         r#"DELETE /cache/objects {"keys": 7}"#,
         r#"DELETE /cache/objects {"keys": [7]}"#,

@@ -16,7 +16,7 @@ use crate::support::{CHUNK, PATIENCE, Steps as _, TestServer, engine_driven, pro
 
 const EXPLAIN: &str = "/cache/explain";
 
-fn body(model: &str, salt: &str, seed: u32, chunks: usize) -> Value {
+pub fn body(model: &str, salt: &str, seed: u32, chunks: usize) -> Value {
     json!({ "model_name": model, "cache_salt": salt, "token_ids": tokens(seed, chunks) })
 }
 

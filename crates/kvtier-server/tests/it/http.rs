@@ -379,6 +379,7 @@ fn description_lists_every_existing_route() {
         "/version",
         "/lmc_version",
         "/metrics",
+        "/prefix/match",
         "/cache/clear",
         "/cache/checksums",
         "/cache/explain",

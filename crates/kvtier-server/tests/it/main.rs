@@ -23,6 +23,7 @@ mod newer_clients;
 mod older_clients;
 mod order;
 mod peers;
+mod prefix;
 mod quota;
 mod quota_kills;
 mod registrations;

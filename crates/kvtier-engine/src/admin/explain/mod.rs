@@ -18,7 +18,9 @@ use kvtier_core::cache::Loss;
 use kvtier_core::object_key::{KeyError, KeyScope};
 use kvtier_core::window::{ChunkBitmap, longest_prefix};
 use kvtier_core::{ChunkHash, GroupRow, Namespace};
-use kvtier_observe::api::{ExplainRequest, ExplainedLookup, Explanation, RecentLookup};
+use kvtier_observe::api::{
+    ExplainRequest, ExplainedLookup, Explanation, Load, PrefixMatch, RecentLookup,
+};
 use kvtier_store::tiers::Located;
 
 use super::super::context::Context;
@@ -151,17 +153,9 @@ impl Explanations {
         let places = self.places();
         let subject = Subject::resolve(&self.context, request, view, &places)?;
         let tokens = &request.token_ids;
-        let hasher = self.lookups.prompts.hasher();
-        let hashes: Arc<[ChunkHash]> = hasher.hash_chunks(subject.chunk_size, tokens).into();
-        let (chunks, rows) = (hashes.len(), subject.rows.len());
-        if chunks.saturating_mul(rows) > MAX_OBJECTS {
-            return Err(ExplainError::TooManyObjects { chunks, rows });
-        }
-        let in_l1: Vec<_> = subject
-            .rows
-            .iter()
-            .map(|row| places[0].contains(&row.namespace, &hashes))
-            .collect();
+        let hashes = self.hashes(&subject, tokens)?;
+        let chunks = hashes.len();
+        let in_l1 = contained(&subject, &places[0], &hashes);
         let located = self.locate(&subject, &hashes, &in_l1);
         let mut found = states(&in_l1, &located);
         let (hit_l1, hit) = match subject.refused {
@@ -199,6 +193,36 @@ impl Explanations {
         };
         explanation.summary = words::summary(&explanation, subject.has_left);
         Ok(explanation)
+    }
+
+    /// Returns how much of a prompt a lookup would find, as far as L1 and the indexes of the tiers know: no backend is asked,
+    /// and namespaces of other engines are not read, as an explanation does.
+    ///
+    /// # Errors
+    /// See [`ExplainError`].
+    pub(super) fn match_prefix(
+        &self,
+        request: &ExplainRequest,
+        view: TenantView,
+        load: Load,
+    ) -> Result<PrefixMatch, ExplainError> {
+        let subject = Subject::resolve(&self.context, request, view, &[])?;
+        let hashes = self.hashes(&subject, &request.token_ids)?;
+        let (mut hit_l1, mut hit) = (0, 0);
+        if subject.refused.is_none() {
+            let in_l1 = contained(&subject, &self.places()[0], &hashes);
+            let located = self.indexed(&subject, &hashes, &in_l1);
+            (hit_l1, hit) = hits(&subject.rows, &states(&in_l1, &located));
+        }
+        let chunk_size = subject.chunk_size.get();
+        Ok(PrefixMatch {
+            chunk_size: chunk_size as u64,
+            chunks: hashes.len() as u64,
+            hit_tokens: (hit * chunk_size) as u64,
+            hit_tokens_l1: (hit_l1 * chunk_size) as u64,
+            refused: subject.refused.map(str::to_owned),
+            load,
+        })
     }
 
     /// At most `limit` of the latest lookups, the latest first. What a lookup missed is looked for as it is now, where its
@@ -263,19 +287,38 @@ impl Explanations {
         std::iter::once(l1).chain(tiers).collect()
     }
 
-    fn locate(&self, subject: &Subject, hashes: &Arc<[ChunkHash]>, in_l1: &[Vec<bool>]) -> Located {
-        let Some(l2) = &self.context.l2 else {
-            return Located {
+    fn hashes(&self, subject: &Subject, tokens: &[u32]) -> Result<Arc<[ChunkHash]>, ExplainError> {
+        let hasher = self.lookups.prompts.hasher();
+        let hashes = hasher.hash_chunks(subject.chunk_size, tokens);
+        let (chunks, rows) = (hashes.len(), subject.rows.len());
+        if chunks.saturating_mul(rows) > MAX_OBJECTS {
+            return Err(ExplainError::TooManyObjects { chunks, rows });
+        }
+        Ok(hashes.into())
+    }
+
+    fn indexed(&self, subject: &Subject, hashes: &[ChunkHash], in_l1: &[Vec<bool>]) -> Located {
+        match &self.context.l2 {
+            Some(l2) => Located::indexed(l2, &subject.rows, hashes, in_l1),
+            None => Located {
                 tiers: vec![vec![None; hashes.len()]; subject.rows.len()],
                 asked: hashes.len(),
                 failed: Vec::new(),
-            };
-        };
-        let indexed = || Located::indexed(l2, &subject.rows, hashes, in_l1);
-        if subject.refused.is_some() {
-            // What the backends would be asked for is unknown: the layout is that of a worker.
-            return indexed();
+            },
         }
+    }
+
+    fn locate(&self, subject: &Subject, hashes: &Arc<[ChunkHash]>, in_l1: &[Vec<bool>]) -> Located {
+        let indexed = || self.indexed(subject, hashes, in_l1);
+        // Of a refused lookup it is unknown what the backends would be asked for: the layout is that of a worker.
+        let Some(l2) = self
+            .context
+            .l2
+            .as_ref()
+            .filter(|_| subject.refused.is_none())
+        else {
+            return indexed();
+        };
         let (asking, rows, in_l1) = (Arc::clone(l2), Arc::clone(&subject.rows), in_l1.to_vec());
         let hashes_asked = Arc::clone(hashes);
         let task = async move { Located::find(&asking, &rows, &hashes_asked, &in_l1).await };
@@ -367,6 +410,17 @@ impl Explanations {
         let latest = self.lookups.recent.latest(MAX_LOOKUPS, of_subject);
         latest.into_iter().map(shown).collect()
     }
+}
+
+/// Whether the place has each chunk, by row.
+fn contained(
+    subject: &Subject,
+    place: &ExplainedPlace<'_>,
+    hashes: &[ChunkHash],
+) -> Vec<Vec<bool>> {
+    let rows = subject.rows.iter();
+    rows.map(|row| place.contains(&row.namespace, hashes))
+        .collect()
 }
 
 fn states(in_l1: &[Vec<bool>], located: &Located) -> Vec<Vec<ChunkState>> {

@@ -365,6 +365,11 @@ impl HeldLookups {
         released
     }
 
+    /// The number of known lookups.
+    pub fn len(&self) -> usize {
+        self.table.lock().len
+    }
+
     /// The number of known lookups, and of those whose result was never asked for.
     pub fn counts(&self) -> (usize, usize) {
         let table = self.table.lock();

@@ -123,6 +123,7 @@ fn reader_names_tenants_by_hash_only() {
         let answers = [
             request_as(server, token, &format!("GET /quota/{name}"), ""),
             request_as(server, token, "POST /cache/explain", &explain.to_string()),
+            request_as(server, token, "POST /prefix/match", &explain.to_string()),
         ];
         answers.map(|(status, answer)| (status, answer.to_string()))
     };
@@ -138,13 +139,13 @@ fn reader_names_tenants_by_hash_only() {
         assert!(!answer.contains(&hashed), "{answer}");
     }
     for (token, name) in [(READER, hashed.as_str()), (ADMIN, &hashed), (ADMIN, "acme")] {
-        let [(quota, told), (explain, why)] = ask(&server, token, name);
-        assert_eq!((quota, explain), (200, 200), "{told} {why}");
+        let [(quota, told), (explain, why), (matched, _)] = ask(&server, token, name);
+        assert_eq!((quota, explain, matched), (200, 200, 200), "{told} {why}");
         assert!(told.contains(&hashed), "{told}");
     }
     let line = "GET /quota/_default";
     assert_eq!(request_as(&server, READER, line, "").0, 200);
     let plain = start(&[]);
-    let [(quota, _), (explain, _)] = ask(&plain, READER, "acme");
-    assert_eq!((quota, explain), (200, 200));
+    let [(quota, _), (explain, _), (matched, _)] = ask(&plain, READER, "acme");
+    assert_eq!((quota, explain, matched), (200, 200, 200));
 }
