@@ -30,7 +30,7 @@ use tokio_rustls::rustls::{ServerConfig, ServerConnection};
 use super::endpoint::tune;
 use super::socket::Socket;
 use super::stream::Stream;
-use session::Session;
+use session::PortSession;
 
 /// Connections at once. A reader has one per worker and one more.
 pub(super) const MAX_CONNECTIONS: usize = 256;
@@ -174,7 +174,7 @@ impl ReadPort {
                 timeout(GREETING_TIMEOUT, secured).await??
             }
         };
-        Session::new(self, stream, opened).run().await
+        PortSession::new(self, stream, opened).run().await
     }
 
     /// Settings of TLS, read a minute ago at most. Files that cannot be used change nothing.

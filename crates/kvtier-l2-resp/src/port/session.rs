@@ -76,7 +76,7 @@ impl Unsent {
 }
 
 /// A connection.
-pub(super) struct Session<'a> {
+pub(super) struct PortSession<'a> {
     port: &'a ReadPort,
     stream: Stream,
     opened: Instant,
@@ -89,7 +89,7 @@ pub(super) struct Session<'a> {
     unsent: Unsent,
 }
 
-impl<'a> Session<'a> {
+impl<'a> PortSession<'a> {
     pub(super) fn new(port: &'a ReadPort, stream: Stream, opened: Instant) -> Self {
         Self {
             port,
@@ -125,9 +125,10 @@ impl<'a> Session<'a> {
     }
 
     async fn receive(&mut self, part: &mut [u8]) -> io::Result<usize> {
-        let until = match self.is_admitted {
-            true => Instant::now() + IDLE_TIMEOUT,
-            false => self.opened + GREETING_TIMEOUT,
+        let until = if self.is_admitted {
+            Instant::now() + IDLE_TIMEOUT
+        } else {
+            self.opened + GREETING_TIMEOUT
         };
         loop {
             // A client may never stop sending.

@@ -143,7 +143,7 @@ fn a_server_hits_what_only_its_peer_has() {
     // What the peer had is in L1; what it would have had is a miss.
     drop((worker, server));
     assert_eq!(hits(engine.connection(), &scope, &prompt, "alone"), 8);
-    reader.engine().clear(true);
+    reader.engine().admin().clear(true);
     assert_eq!(hits(engine.connection(), &scope, &prompt, "gone"), 0);
     reader.assert_sound();
 }
@@ -157,8 +157,8 @@ fn what_a_peer_has_evicted_is_a_miss() {
     let mut engine = reader.engine_driven(1, &scope);
     assert_eq!(hits(engine.connection(), &scope, &prompt, "r"), 4);
     engine.connection().end_session("r").unwrap();
-    server.engine().clear(true);
-    reader.engine().clear(true);
+    server.engine().admin().clear(true);
+    reader.engine().admin().clear(true);
     assert_eq!(hits(engine.connection(), &scope, &prompt, "gone"), 0);
     assert_eq!(reader.readings().tiers[0].objects, 0);
     drop((worker, server));

@@ -32,7 +32,7 @@ fn match_is_what_a_lookup_finds() {
     let mut worker = server.engine_driven(1, &scope);
     store(&mut worker, &prompt(1, 4), 1);
     settle(&server);
-    server.engine().clear(true);
+    server.engine().admin().clear(true);
     assert_eq!(hits(worker.connection(), &scope, &prompt(1, 1), "r"), 1);
     let before = server.readings();
     let question = body("prefix/tier", "t", 1, 6);
