@@ -1,4 +1,4 @@
-//! `POST /prefix/match`: what a router is told of a prompt.
+//! `POST /prefix/match`: what a router learns of a prompt.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
