@@ -110,12 +110,12 @@ impl<'a> PortSession<'a> {
     pub(super) async fn run(mut self) -> io::Result<()> {
         let mut part = vec![0; RECEIVE_BYTES];
         loop {
-            self.answer().await;
+            let is_all = self.answer().await;
             self.send().await?;
             if self.is_ending {
                 return Ok(());
             }
-            if self.keys.is_empty() {
+            if is_all {
                 match self.receive(&mut part).await? {
                     0 => return Ok(()),
                     received => self.requests.receive(&part[..received]),
@@ -175,8 +175,8 @@ impl<'a> PortSession<'a> {
         Ok(())
     }
 
-    /// Answers what was asked, until there is enough to be sent.
-    async fn answer(&mut self) {
+    /// Answers what was asked, until there is enough to be sent. Returns whether that was all.
+    async fn answer(&mut self) -> bool {
         while self.unsent.bytes < MAX_UNSENT && !self.is_ending {
             if let Some(key) = self.keys.pop_front() {
                 self.value(&key);
@@ -186,10 +186,11 @@ impl<'a> PortSession<'a> {
             }
             match self.requests.next() {
                 Ok(Some(request)) => self.command(&request),
-                Ok(None) => return,
+                Ok(None) => return true,
                 Err(error) => self.end(&format!("-ERR Protocol error: {}", error.0)),
             }
         }
+        false
     }
 
     /// Ends with an answer.

@@ -176,6 +176,31 @@ async fn reads_are_answered_and_all_else_is_refused() {
 }
 
 #[tokio::test]
+async fn requests_behind_a_large_answer_are_answered_too() {
+    let one = object(1, 3 << 20);
+    let held = Held::new(4 << 20, [one.clone()]);
+    let mut stream = connect(PortOptions::default(), &held).await;
+    let get = command(&["GET", &KeyedItem::new("", &one.key, &()).key]);
+    let requests = [get.repeat(5), command(&["PING"])].concat();
+    stream.write_all(&requests).await.unwrap();
+    let each = [
+        &format!("${}\r\n", one.len).into_bytes(),
+        &content(&one)[..],
+        b"\r\n",
+    ]
+    .concat();
+    let mut answers = vec![0; 5 * each.len() + 7];
+    stream.read_exact(&mut answers).await.unwrap();
+    assert!(
+        answers
+            .chunks(each.len())
+            .take(5)
+            .all(|answer| answer == each)
+    );
+    assert!(answers.ends_with(b"+PONG\r\n"));
+}
+
+#[tokio::test]
 async fn what_is_no_request_ends_the_connection() {
     let held = Held::new(1 << 20, []);
     let mut stream = connect(PortOptions::default(), &held).await;
