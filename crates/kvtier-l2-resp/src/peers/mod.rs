@@ -99,7 +99,7 @@ impl PeersAdapter {
         peers
     }
 
-    /// The lengths that peers have, and who was the first to say so. Ends early once all are known.
+    /// The lengths that peers have; notes the first peer with each. Ends early once all are known.
     async fn ask(&self, objects: Vec<ObjectSpec>) -> Vec<Option<u64>> {
         let mut found = vec![None; objects.len()];
         let mut calls = JoinSet::new();

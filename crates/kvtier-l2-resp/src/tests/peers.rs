@@ -44,7 +44,7 @@ enum Fault {
     Noise,
 }
 
-/// Passes on what goes to a port, until it is told to do otherwise.
+/// Passes on what goes to a port, until its fault is set.
 struct Proxy {
     port: u16,
     fault: tokio::sync::watch::Sender<Fault>,
@@ -191,7 +191,7 @@ async fn dead_and_refusing_peers_are_misses_and_health_stays() {
         ..PortOptions::default()
     };
     let guarded = start(secret, &held).await;
-    let nobody = super::server::free_port();
+    let absent = super::server::free_port();
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let full = listener.local_addr().unwrap().port();
     tokio::spawn(async move {
@@ -201,7 +201,7 @@ async fn dead_and_refusing_peers_are_misses_and_health_stays() {
             let _ = stream.write_all(refusal).await;
         }
     });
-    let mut options = adapter(&[guarded, nobody, full], PATIENCE)
+    let mut options = adapter(&[guarded, absent, full], PATIENCE)
         .options()
         .clone();
     for (password, is_found) in [("wrong", false), ("", false), ("secret", true)] {
