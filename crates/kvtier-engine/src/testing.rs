@@ -228,6 +228,7 @@ pub fn key(chunks: Range<u8>) -> CacheKey<'static, Prompt> {
             token_count: chunks.len(),
             chunk_size: NonZeroUsize::MIN,
             hashes: chunks.map(|chunk| ChunkHash([chunk; 32])).collect(),
+            tokens: Default::default(),
         },
         request_id: "request",
         cache_salt: "",

@@ -21,7 +21,7 @@ fn same<T: PartialEq + std::fmt::Debug>(what: &str, counted: T, known: T) -> Che
 
 /// Checks all of them.
 pub(super) fn check<A: ExtentAllocator>(state: &CacheState<A>) -> Result<(), BrokenInvariant> {
-    let checks: [Check<A>; 12] = [
+    let checks: [Check<A>; 13] = [
         ("bytes_within_capacity", bytes_within_capacity),
         ("extents_disjoint", extents_disjoint),
         ("sums_match_slots", sums_match_slots),
@@ -33,6 +33,7 @@ pub(super) fn check<A: ExtentAllocator>(state: &CacheState<A>) -> Result<(), Bro
         ("eviction_order_complete", eviction_order_complete),
         ("pins_match_slots", pins_match_slots),
         ("unstored_match_slots", unstored_match_slots),
+        ("announced_chunks_resident", announced_chunks_resident),
         ("no_accounting_errors", no_accounting_errors),
     ];
     for (invariant, rule) in checks {
@@ -227,6 +228,19 @@ fn pins_match_slots(state: &CacheState<impl ExtentAllocator>) -> Checked {
     let known = known.map(|(number, tenant)| (number, tenant.pinned));
     let known = known.filter(|(_, bytes)| *bytes > 0);
     same("pinned of tenants", of_tenants, known.collect())
+}
+
+/// A chunk that is announced has all objects that it was announced for.
+fn announced_chunks_resident(state: &CacheState<impl ExtentAllocator>) -> Checked {
+    let mut announced = state.events.iter().flat_map(|log| log.announced());
+    let absent = announced.find(|(hash, row)| {
+        let number = state.namespaces.find(&row.namespace);
+        number.is_none_or(|number| state.find(number, hash).is_none())
+    });
+    match absent {
+        Some((hash, row)) => Err(Violation(format!("chunk {hash:?} of {row:?}"))),
+        None => Ok(()),
+    }
 }
 
 /// No accounting error occurred so far.

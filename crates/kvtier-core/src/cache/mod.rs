@@ -13,6 +13,7 @@
 mod allocator;
 mod clock;
 mod counters;
+mod events;
 mod eviction;
 mod index;
 mod interner;
@@ -34,6 +35,7 @@ mod tenant;
 mod warm;
 
 pub use allocator::{ExtentAllocator, FreeSpace};
+pub use events::{ChunkEvent, ChunkTokens, EventLogState, Events, StoredChunk};
 pub use kvtier_common::extent::{ArenaPiece, Extent};
 pub use lease::{Counted, Lookup, PrefixLease, ReadLease};
 pub use losses::{Loss, LossCause};
@@ -59,7 +61,7 @@ use reserve::ReserveBatch;
 use slab::SlotRef;
 use state::CacheState;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// Configuration of a cache.
@@ -73,6 +75,8 @@ pub struct CacheConfig {
     pub quotas: QuotaConfig,
     /// Share of the capacity, and of each tenant's limit, that pinned objects may take, 0 to 1. With 0 there are no pins.
     pub max_pinned_share: f64,
+    /// Events that the log keeps for [`Cache::events`]; with 0 there is none.
+    pub event_log_size: usize,
     /// In builds with debug assertions: check all invariants once per this many calls; 0 = never. Takes time proportional
     /// to the number of objects.
     pub check_invariants_every: u32,
@@ -180,6 +184,8 @@ struct LockedCache<A: ExtentAllocator> {
     /// See [`CacheConfig::check_invariants_every`].
     check_every: u32,
     calls: AtomicU32,
+    /// See [`Cache::wake_by_events`].
+    wake: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
 impl<A: ExtentAllocator> Clone for Cache<A> {
@@ -208,6 +214,7 @@ impl<A: ExtentAllocator> Cache<A> {
                 state: Mutex::new(state),
                 check_every: config.check_invariants_every,
                 calls: AtomicU32::new(0),
+                wake: OnceLock::new(),
             }),
         }
     }
@@ -273,15 +280,21 @@ impl<A: ExtentAllocator> Cache<A> {
     fn locked<T>(&self, step: impl FnOnce(&mut CacheState<A>) -> T) -> T {
         let mut state = self.shared.state.lock();
         let result = step(&mut state);
+        let events = state.events.as_mut();
+        let must_wake = events.is_some_and(|log| std::mem::take(&mut log.must_wake));
+        let mut broken = None;
         // A second panic while one unwinds would abort the process without a message.
         let checks = cfg!(debug_assertions) && !std::thread::panicking();
         if checks && self.shared.check_every > 0 {
             let calls = self.shared.calls.fetch_add(1, Ordering::Relaxed);
             if calls.is_multiple_of(self.shared.check_every) {
-                let broken = invariants::check(&*state).err();
-                drop(state);
-                assert!(broken.is_none(), "{broken:?}");
+                broken = invariants::check(&*state).err();
             }
+        }
+        drop(state);
+        assert!(broken.is_none(), "{broken:?}");
+        if must_wake && let Some(wake) = self.shared.wake.get() {
+            wake();
         }
         result
     }
@@ -532,6 +545,42 @@ impl<A: ExtentAllocator> Cache<A> {
             }
             resident
         })
+    }
+
+    /// Announces those of these chunks that are resident in all of `rows` that they need, unless they are: see `events.rs`. To be
+    /// called when objects of them were committed, with the rows of all ranks and groups. Does nothing without a log, or for a
+    /// tenant.
+    pub fn announce(&self, rows: &Arc<[GroupRow]>, hashes: &[ChunkHash], known: &ChunkTokens) {
+        let salt = rows.first().map(|row| row.namespace.cache_salt());
+        if salt.is_none_or(|salt| !salt.is_empty()) {
+            return;
+        }
+        let chunks = events::chunks(hashes, known);
+        self.locked(|state| state.announce(rows, hashes, chunks));
+    }
+
+    /// The events of a model behind `cursor`, at most `max`; `None` without a log. Large ones may be fewer. If there are none,
+    /// the next one of any model [wakes](Self::wake_by_events).
+    ///
+    /// The lock is held for a slice of the log at a time.
+    pub fn events(&self, model_name: &str, cursor: u64, max: usize) -> Option<Events> {
+        let mut read = Events {
+            next_cursor: cursor,
+            ..Events::default()
+        };
+        while self.locked(|state| Some(state.events.as_mut()?.read(&mut read, model_name, max)))? {}
+        Some(read)
+    }
+
+    /// Calls `wake`, without the lock, at the first event after a reader of [`Cache::events`] found none. One such call is
+    /// enough for a cache; later ones change nothing.
+    pub fn wake_by_events(&self, wake: impl Fn() + Send + Sync + 'static) {
+        let _ = self.shared.wake.set(Box::new(wake));
+    }
+
+    /// State of the log of events, if there is one.
+    pub fn event_log(&self) -> Option<EventLogState> {
+        self.locked(|state| Some(state.events.as_ref()?.state()))
     }
 
     /// Removes these objects. With `force` also leased ones: they disappear at once, their memory is freed with the last

@@ -2,6 +2,7 @@
 
 use super::clock::{TICKS_PER_SECOND, ticks};
 use super::counters::{Counters, Tally, Totals};
+use super::events::{EventLog, StoredChunk, counted};
 use super::index::Index;
 use super::losses::{LossCause, Losses};
 use super::namespaces::NamespaceTable;
@@ -10,6 +11,7 @@ use super::slab::{GrantOrigin, ObjectSlot, Slab, SlotRef, SlotState};
 use super::warm::WarmVictims;
 use super::{CacheConfig, ExtentAllocator, Page, Removed, ResidentObject};
 use crate::eviction::{Candidate, EvictionPolicy};
+use crate::group_row::GroupRow;
 use crate::hashing::ChunkHash;
 use crate::ledger::{Journal, Object, ObjectState};
 use crate::object_key::Namespace;
@@ -55,6 +57,8 @@ pub(super) struct CacheState<A> {
     pub(super) journal: Option<Box<dyn Journal>>,
     /// What was evicted, removed or refused.
     pub(super) losses: Losses,
+    /// What routers are told, if anybody may ask.
+    pub(super) events: Option<Box<EventLog>>,
 }
 
 impl<A: ExtentAllocator> CacheState<A> {
@@ -78,6 +82,8 @@ impl<A: ExtentAllocator> CacheState<A> {
             evicted: config.report_evicted.then(Vec::new),
             journal: None,
             losses: Losses::default(),
+            events: (config.event_log_size > 0)
+                .then(|| Box::new(EventLog::new(config.event_log_size))),
         }
     }
 
@@ -451,6 +457,11 @@ impl<A: ExtentAllocator> CacheState<A> {
         if !self.index.remove(key, number) {
             self.accounting_errors += 1;
         }
+        if let Some(events) = &mut self.events
+            && let Some(known) = self.namespaces.get(namespace)
+        {
+            events.removed(known, &slot.hash);
+        }
         if leases == 0 {
             self.policy.remove(candidate);
             self.free(number);
@@ -511,6 +522,29 @@ impl<A: ExtentAllocator> CacheState<A> {
     pub(super) fn lose(&mut self, namespace: u32, hash: &ChunkHash, cause: LossCause) {
         let key = self.namespaces.identity(namespace, hash);
         self.losses.record(key, self.clock, cause);
+    }
+
+    /// See [`super::Cache::announce`].
+    pub(super) fn announce(
+        &mut self,
+        rows: &Arc<[GroupRow]>,
+        hashes: &[ChunkHash],
+        chunks: Vec<StoredChunk>,
+    ) {
+        let Some(mut log) = self.events.take() else {
+            return;
+        };
+        let rows = &log.shared(rows);
+        let numbers = counted(rows).map(|row| self.namespaces.find(&row.namespace));
+        if let Some(numbers) = numbers.collect::<Option<Vec<_>>>() {
+            for (hash, stored) in hashes.iter().zip(chunks) {
+                let is_resident = |number: &u32| self.find(*number, hash).is_some();
+                if !log.knows(hash, rows) && numbers.iter().all(is_resident) {
+                    log.stored(*hash, rows, stored);
+                }
+            }
+        }
+        self.events = Some(log);
     }
 
     /// Whether an object is of the prompt that is being stored, as far as its chunk says.

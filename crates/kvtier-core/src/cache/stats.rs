@@ -72,7 +72,7 @@ pub struct Stats {
     pub removed_total: u64,
     /// Accounting errors of counters and leases: bugs in the cache. 0 in a healthy one.
     pub accounting_errors: u64,
-    /// Bytes of bookkeeping: slots, index, eviction order, interned names and recent evictions, the allocator's excluded.
+    /// Bytes of bookkeeping: slots, index, eviction order, interned names, recent evictions and events, the allocator's excluded.
     pub bookkeeping_bytes: u64,
 }
 
@@ -169,7 +169,11 @@ impl Stats {
             + state.policy.bookkeeping_bytes()
             + state.pinned.pins.bookkeeping_bytes()
             + state.namespaces.bookkeeping_bytes()
-            + state.losses.bookkeeping_bytes();
+            + state.losses.bookkeeping_bytes()
+            + state
+                .events
+                .as_ref()
+                .map_or(0, |log| log.bookkeeping_bytes());
         Self {
             capacity_bytes: state.allocator.capacity(),
             used_bytes: state.allocator.used(),

@@ -15,6 +15,7 @@ mod generations;
 #[cfg(test)]
 mod tests;
 
+use crate::cache::ChunkTokens;
 use crate::hashing::{ChunkHash, ChunkHasher};
 use foldhash::quality::RandomState;
 use generations::{Arrivals, FoundChunk, GenerationLimits, Generations, RememberedChunk, Table};
@@ -25,6 +26,8 @@ use kvtier_proto::wire::{self, DecodeError, PACKED_TOKEN_BYTES, PackedToken};
 use std::fmt;
 use std::hash::{BuildHasher, Hasher};
 use std::num::NonZeroUsize;
+use std::ops::Range;
+use std::sync::Arc;
 
 /// Entries of a retired generation that an insertion frees for each one it makes. More than one, because entries
 /// differ in size and a young generation may fill with fewer than the retired one has.
@@ -43,6 +46,21 @@ pub struct Prompt {
     pub chunk_size: NonZeroUsize,
     /// The hashes of all full chunks, in order.
     pub hashes: Vec<ChunkHash>,
+    /// The token ids; none unless the reader [keeps](PromptReader::keep_tokens) them.
+    pub tokens: Vec<u32>,
+}
+
+impl Prompt {
+    /// The tokens of these chunks, if they were kept.
+    pub fn chunk_tokens(&self, chunks: Range<usize>) -> Option<Arc<ChunkTokens>> {
+        let size = self.chunk_size.get();
+        let tokens = self.tokens.get(chunks.start * size..chunks.end * size);
+        let tokens = tokens.filter(|tokens| !tokens.is_empty())?;
+        Some(Arc::new(ChunkTokens {
+            parent: chunks.start.checked_sub(1).map(|at| self.hashes[at]),
+            tokens: tokens.into(),
+        }))
+    }
 }
 
 /// Counters of a [`PromptMemory`] since its start, and its present size.
@@ -198,6 +216,7 @@ impl PromptMemory {
                 encoding: Encoding::Ints,
                 start: self.hasher.none_hash(),
             },
+            keeps_tokens: false,
         }
     }
 
@@ -244,6 +263,7 @@ impl PromptMemory {
                 token_count: count,
                 chunk_size: cut.size,
                 hashes,
+                tokens: Vec::new(),
             },
             at,
         ))
@@ -414,6 +434,14 @@ impl PromptMemory {
 pub struct PromptReader<'m> {
     memory: &'m PromptMemory,
     cut: Cut,
+    keeps_tokens: bool,
+}
+
+impl PromptReader<'_> {
+    /// Keeps the token ids in the prompts from here on, which decodes them.
+    pub fn keep_tokens(&mut self) {
+        self.keeps_tokens = true;
+    }
 }
 
 impl TokenReader for PromptReader<'_> {
@@ -437,7 +465,11 @@ impl TokenReader for PromptReader<'_> {
     }
 
     fn read(&mut self, count: usize, data: &[u8]) -> Result<(Prompt, usize), DecodeError> {
-        self.memory.read(&self.cut, count, data)
+        let (mut prompt, length) = self.memory.read(&self.cut, count, data)?;
+        if self.keeps_tokens {
+            wire::decode_tokens(count, data, &mut prompt.tokens)?;
+        }
+        Ok((prompt, length))
     }
 
     fn read_packed(&mut self, tokens: &[PackedToken]) -> Result<Prompt, DecodeError> {
@@ -445,9 +477,12 @@ impl TokenReader for PromptReader<'_> {
             encoding: Encoding::Packed,
             ..self.cut
         };
-        let (prompt, _) = self
+        let (mut prompt, _) = self
             .memory
             .read(&cut, tokens.len(), tokens.as_flattened())?;
+        if self.keeps_tokens {
+            prompt.tokens.extend(wire::unpack_tokens(tokens));
+        }
         Ok(prompt)
     }
 }

@@ -23,6 +23,7 @@ fn plain(memory: &PromptMemory, count: usize, data: &[u8]) -> Result<(Prompt, us
             token_count: count,
             chunk_size: memory.hasher.chunk_size(),
             hashes,
+            tokens: Default::default(),
         },
         consumed,
     ))

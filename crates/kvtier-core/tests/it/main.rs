@@ -6,6 +6,7 @@ mod cache_model;
 mod cache_rules;
 mod cache_stress;
 mod cache_support;
+mod events;
 mod eviction_arc;
 mod fragmentation;
 mod hash_vectors;
