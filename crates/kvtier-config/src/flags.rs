@@ -73,6 +73,10 @@ pub struct ServerArgs {
     /// Tokens of one chunk, 1 to 65536; a multiple of the engine's block size
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536), help_heading = "Request server")]
     pub chunk_size: u32,
+    /// Stores and removals that are kept for routers (docs/vllm.md), 0 to 1048576; with 0 none are, and clients announce their own
+    /// stores only
+    #[arg(long, default_value_t = 32768, value_parser = clap::value_parser!(u32).range(0..=1 << 20), help_heading = "Request server")]
+    pub kv_event_log_size: u32,
     /// Block id that an engine uses for absent KV data
     #[arg(long, default_value_t = 0, help_heading = "Request server")]
     pub null_block_id: i64,

@@ -33,7 +33,6 @@ const FLAGS: &[(&str, Values)] = &[
     ("enable-dedup-content", Switch),
     ("enable-blend-reorder", Switch),
     ("enable", Many),
-    ("kv-event-log-size", One),
     ("server-module", Repeated),
     ("p2p-advertise-url", One),
     ("p2p-listen-url", One),

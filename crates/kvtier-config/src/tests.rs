@@ -255,7 +255,7 @@ fn flags_of_lmcache_without_effect_are_named_and_harmless_ones_are_not() {
     let config = ServerConfig::from_flags(&[
         "--l1-use-lazy",
         "--disable-metrics",
-        "--kv-event-log-size",
+        "--event-bus-queue-size",
         "7",
         "--runtime-plugin-locations",
         "a",
@@ -270,7 +270,7 @@ fn flags_of_lmcache_without_effect_are_named_and_harmless_ones_are_not() {
         ignored,
         [
             "--disable-metrics",
-            "--kv-event-log-size",
+            "--event-bus-queue-size",
             "--no-gds-l1-use-direct-io",
             "--runtime-plugin-locations"
         ]

@@ -7,8 +7,7 @@
 use super::payload::Payload;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::response::{
-    EngineDriven, EventBatch, PrepareRetrieve, PrepareStore, Response, ResponseKind, StoreTarget,
-    UnifiedLookup,
+    EngineDriven, PrepareRetrieve, PrepareStore, Response, ResponseKind, StoreTarget, UnifiedLookup,
 };
 
 /// What goes back to a client.
@@ -20,8 +19,6 @@ pub struct EngineAnswer {
     pub error: Option<String>,
     /// Why this is a failure answer, for the metrics.
     pub refused: Option<&'static str>,
-    /// The answer is a stream of one batch: its end follows.
-    pub ends_stream: bool,
 }
 
 impl From<Response<'_>> for EngineAnswer {
@@ -30,7 +27,6 @@ impl From<Response<'_>> for EngineAnswer {
             payload: response.encode().map(Payload::from),
             error: None,
             refused: None,
-            ends_stream: false,
         }
     }
 }
@@ -42,7 +38,6 @@ impl EngineAnswer {
             payload: None,
             error: None,
             refused: None,
-            ends_stream: false,
         }
     }
 
@@ -89,19 +84,6 @@ impl EngineAnswer {
     pub fn unserved(operation: Operation) -> Self {
         let reason = "unserved";
         match operation {
-            Operation::SubscribeKvEvents => {
-                let batch = EventBatch {
-                    enabled: false,
-                    incarnation: 0,
-                    next_cursor: 0,
-                    lost: false,
-                    events: Vec::new(),
-                };
-                Self {
-                    ends_stream: true,
-                    ..Self::from(Response::EventBatch(batch)).because(reason)
-                }
-            }
             // Read inside the engine without a handler around: a plain "no".
             Operation::StoreQ | Operation::CbRetrievePreComputed => {
                 Self::from(Response::transfer(&[][..], false)).because(reason)

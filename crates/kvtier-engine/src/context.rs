@@ -21,6 +21,7 @@ use kvtier_store::tiers::L2;
 use super::client_warnings::ClientWarnings;
 use super::devices::Devices;
 use super::instances::Instances;
+use super::kv_events::KvEventSource;
 
 /// Longest request id and model name, bytes. They are remembered for as long as a request or an object lives.
 const MAX_NAME_BYTES: usize = 1024;
@@ -45,6 +46,7 @@ pub struct Context {
     pub tracer: Tracer,
     pub clock: Arc<Clock>,
     pub client_warnings: ClientWarnings,
+    pub kv_events: KvEventSource,
 }
 
 /// Tokens per chunk of a client that asks for `asked`, of a server with this chunk size.

@@ -26,6 +26,7 @@ mod client_warnings;
 mod context;
 mod devices;
 mod instances;
+mod kv_events;
 mod lookups;
 mod payload;
 mod preflight;
@@ -72,6 +73,7 @@ use client_warnings::{ClientWarnings, Insertion};
 use context::Context;
 use devices::Devices;
 use instances::Instances;
+use kv_events::{KV_EVENTS_FEATURE, KvEventSource};
 use lookups::Lookups;
 use transfers::Transfers;
 use workers::Workers;
@@ -205,6 +207,7 @@ impl Engine {
         let tiers = std::iter::once(Box::new(own) as Box<dyn QuotaTier>);
         let tiers = tiers.chain(l2.iter().flat_map(|l2| l2.tenants()));
         let quotas = Quotas::new(quotas, tiers.collect());
+        let kv_events = KvEventSource::new(config.kv_event_log_size);
         let context = Context {
             config: RwLock::new(config),
             chunk_size,
@@ -218,6 +221,7 @@ impl Engine {
             tracer,
             clock,
             client_warnings: ClientWarnings::default(),
+            kv_events,
         };
         Ok((context, quotas))
     }
@@ -332,10 +336,13 @@ impl Engine {
     /// Serves a request that never waits.
     fn answer(&self, caller: Caller, request: &Request<'_, Prompt>) -> EngineAnswer {
         match request {
-            Request::GetExperimental => EngineAnswer::from(Response::Texts(vec![
-                HELD_BLOCKS_FEATURE.into(),
-                CHUNK_TOKENS_FEATURE.into(),
-            ])),
+            Request::GetExperimental => {
+                let events = self.has_kv_events().then_some(KV_EVENTS_FEATURE);
+                let features = events
+                    .into_iter()
+                    .chain([HELD_BLOCKS_FEATURE, CHUNK_TOKENS_FEATURE]);
+                EngineAnswer::from(Response::Texts(features.map(Into::into).collect()))
+            }
             Request::Noop => EngineAnswer::from(Response::Text("OK".into())),
             Request::Ping { instance } => self.workers.ping(caller, *instance),
             Request::ReportBlockAllocation(_) => EngineAnswer::nothing(),

@@ -259,7 +259,7 @@ pub struct Subscription<'a> {
     pub instance: InstanceId,
     /// Only events of this model.
     pub model_name: &'a str,
-    /// First sequence number wanted.
+    /// Last sequence number that it has seen; 0 for the start.
     pub cursor: i64,
     /// Most events in one batch.
     pub max_events: i64,

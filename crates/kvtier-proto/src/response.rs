@@ -193,7 +193,7 @@ pub struct EventBatch<'a> {
     pub enabled: bool,
     /// Changes when the server restarts: its start in nanoseconds.
     pub incarnation: i64,
-    /// First sequence number not in this batch.
+    /// Last sequence number that was considered for this batch.
     pub next_cursor: i64,
     /// Whether events before this batch were dropped.
     pub lost: bool,
@@ -217,7 +217,7 @@ pub struct EventRecord<'a> {
     /// Hash of the chunk before the first one.
     pub parent_block_hash: Option<Cow<'a, [u8]>>,
     /// Tokens of the chunks; empty for removals.
-    pub token_ids: Vec<u32>,
+    pub token_ids: Cow<'a, [u32]>,
 }
 
 /// A blending lookup's result.

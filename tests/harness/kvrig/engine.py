@@ -171,14 +171,15 @@ class Engine:
     """A scheduler and its workers, as one vLLM process group would be."""
 
     def __init__(self, server, mode, groups=None, model="test/model", ranks=1, mla=False, heartbeat=5.0,
-                 mq_timeout=10.0, seed=0, register=True, process=0):  # fmt: skip
+                 mq_timeout=10.0, seed=0, register=True, process=0, kv_events=False):  # fmt: skip
         """`mode`: lmcache_driven or engine_driven. `groups`: the layers; default one classic group. `process`: a number of
-        the engine, by which it has other process ids than another, where workers are known by these."""
+        the engine, by which it has other process ids than another, where workers are known by these. `kv_events`: whether
+        workers tell a router what the server holds."""
         self.server, self.url, self.mode, self.model = server, server.url, mode, model
         self.chunk = server.chunk
         self.groups = list(groups or [Group(layouts.layout("mla" if mla else "kv_first_nhd"))])
         self.ranks, self.mla, self.process = ranks, mla, process
-        self.deadline = mq_timeout + 5
+        self.deadline, self.kv_events = mq_timeout + 5, kv_events
         self.extra_config = {
             "lmcache.mp.mp_transfer_mode": mode,
             "lmcache.mp.mq_timeout": mq_timeout,
@@ -206,9 +207,12 @@ class Engine:
     def adapter_arguments(self, adapter_class, rank):
         """What LMCache's connector passes to an adapter."""
         place = older.parallel(self.ranks, rank, self.mla)
-        return older.adapter_arguments(
+        arguments = older.adapter_arguments(
             adapter_class, self.url, self.context, self.model, layouts.BLOCK_TOKENS, place, self.extra_config
         )
+        if self.kv_events and adapter_class is LMCacheMPWorkerAdapter:
+            arguments["enable_kv_events"] = True
+        return arguments
 
     def group_infos(self):
         """The description of the layer groups sent at registration."""

@@ -4,9 +4,9 @@
 //! these. The rows with a window need only the last chunks of a prompt, so their objects neither complete nor end a chunk. The first of its
 //! objects that is evicted or removed ends it, once. Tokens come with the request that completes a chunk; nothing else knows them, so what
 //! a cache has of an earlier process is announced when it is stored again. Chunks with a salt are never announced: an event has no place for it,
-//! and whoever routes by it would send prompts to hits that they cannot have.
+//! and a router would send prompts to hits that they cannot have.
 //!
-//! The log is a ring, bounded by events and by bytes. What a reader has missed is lost to it, and it is told so.
+//! The log is a ring, bounded by events and by bytes. A reader learns that it has missed events, not which.
 
 use crate::group_row::GroupRow;
 use crate::hashing::ChunkHash;

@@ -57,7 +57,7 @@ pub(super) struct CacheState<A> {
     pub(super) journal: Option<Box<dyn Journal>>,
     /// What was evicted, removed or refused.
     pub(super) losses: Losses,
-    /// What routers are told, if anybody may ask.
+    /// The log for routers, if there is one.
     pub(super) events: Option<Box<EventLog>>,
 }
 

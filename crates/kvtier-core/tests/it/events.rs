@@ -51,7 +51,7 @@ fn store(cache: &Cache<FirstFit>, group: u32, salt: &str, chunks: std::ops::Rang
     reserved.unwrap().reservation.commit(NOW);
 }
 
-/// A client as LMCache's: it withdraws all it knows when events are lost.
+/// A client as LMCache's: it forgets all it knows when events are lost.
 #[derive(Debug, Default)]
 struct Client {
     cursor: u64,
@@ -129,6 +129,7 @@ fn is_complete(cache: &Cache<FirstFit>, hash: ChunkHash) -> bool {
 }
 
 proptest! {
+    // proves: docs/vllm.md#kv-events
     #[test]
     fn clients_end_with_what_is_announced_and_resident(
         size in 1..40usize,

@@ -274,6 +274,7 @@ impl Admin {
             staged_bytes: stats.staged_bytes,
             staging_limit_bytes: self.transfers.staging.limit(),
             withheld_bytes: self.transfers.prepared.counts().2,
+            kv_events: l1.cache.event_log().map_or(0, |log| log.depth as u64),
             largest_free_bytes: l1.largest_free(),
             objects: stats.objects,
             leased_objects: stats.leased_objects,

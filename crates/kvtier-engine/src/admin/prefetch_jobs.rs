@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvtier_common::sync::Mutex;
-use kvtier_core::cache::Counted;
+use kvtier_core::cache::{ChunkTokens, Counted};
 use kvtier_core::object_key::{KeyError, KeyScope, MAX_WORLD_SIZE, check_cache_salt};
 
 use super::super::context::Context;
@@ -182,10 +182,15 @@ impl PrefetchJobs {
         let hasher = self.lookups.prompts.hasher();
         let hashes = hasher.hash_chunks(chunk_size, token_ids);
         let begun = (entry.id.clone(), hashes.len());
+        let tokens = ChunkTokens {
+            parent: None,
+            tokens: token_ids[..hashes.len() * chunk_size.get()].into(),
+        };
         let request = Arc::new(PrefetchRequest {
             rows: rows(&scope, &instances),
             scope,
             hashes: hashes.into(),
+            tokens: Some(Arc::new(tokens)),
             counted: Counted::ALL,
             span: None,
         });

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use kvtier_core::cache::FreeSpace;
 use kvtier_device::{Axis, KvLayout};
 use kvtier_observe::api::{
-    DevicesStatus, EngineDrivenInstance, EvictionStatus, KernelGroup, KvCacheLayout, KvEvents,
+    DevicesStatus, EngineDrivenInstance, EvictionStatus, KernelGroup, KvCacheLayout,
     L1EvictionStatus, L1Status, L2EvictionStatus, LmcacheDrivenInstance, MemoryPart,
     PrefetchStatus, QuotaStatus, StateStatus, Status, StorageManagerStatus, StoreStatus,
     WorkerLiveness,
@@ -289,7 +289,7 @@ pub(super) fn status(admin: &Admin, healthy: bool) -> Status {
         request_port: context.metrics.request_port(),
         peer_port: config.peer_port.map(|_| context.metrics.peer_port()),
         unserved_instances: unserved,
-        kv_events: KvEvents { enabled: false },
+        kv_events: context.kv_events_status(),
         registered_gpu_ids: ids(&pages),
         cache_context_meta: pages,
         registered_non_cuda_instance_ids: ids(&engine_driven),

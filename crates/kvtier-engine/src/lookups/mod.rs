@@ -110,6 +110,8 @@ impl Lookups {
         let wanted = self.wanted(caller, key, &scope);
         let refused = wanted.as_ref().err().copied();
         let (rows, chunks) = wanted.unwrap_or_default();
+        // One worker's rows do not tell whether the others have a chunk.
+        let known = key.worker_id.is_none().then(|| chunks.clone());
         let (covered, hashes) = (chunks.start, &key.tokens.hashes[chunks]);
         let now = self.context.now();
         let mut found = l1.cache.lookup(now, &rows, hashes);
@@ -161,10 +163,12 @@ impl Lookups {
         };
         match l2 {
             Some(l2) if found.hit_chunks < hashes.len() => {
+                let tokens = known.and_then(|chunks| key.tokens.chunk_tokens(chunks));
                 let request = PrefetchRequest {
                     scope: lookup.scope.clone(),
                     rows,
                     hashes: hashes.into(),
+                    tokens,
                     counted,
                     span,
                 };

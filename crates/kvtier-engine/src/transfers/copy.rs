@@ -152,6 +152,7 @@ impl CopyRequest<'_> {
             .part_near(guard.pages().numa_node());
         let plan = StorePlan {
             prompt,
+            tokens: self.key.tokens.chunk_tokens(range.chunks.clone()),
             groups,
             near,
             further_pieces: MAX_FURTHER_PIECES,

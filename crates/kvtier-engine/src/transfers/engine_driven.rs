@@ -87,6 +87,7 @@ impl<'a> WorkerRequest<'a> {
             // No commit follows.
             let requests: Vec<_> = store.plan.groups.iter().map(GroupChunks::request).collect();
             copy.range.pin(&self.transfers.context, &requests);
+            store.plan.announce(&self.transfers.context, &copy.range);
             copy.trace(Direction::Store, copy.started, Ok(store.moved()));
             return Ok(store_target(Some(target)));
         }

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_core::cache::{
-    Committed, KeyOutcome, Reservation, ReserveOptions, ReserveRequest, ReservedPrompt,
-    StagedObject,
+    ChunkTokens, Committed, KeyOutcome, Reservation, ReserveOptions, ReserveRequest,
+    ReservedPrompt, StagedObject,
 };
 use kvtier_core::{ChunkHash, Namespace};
 use kvtier_device::{ChunkCopy, ChunkRequest, Transfer};
@@ -16,7 +16,7 @@ use kvtier_store::l1::L1Allocator;
 use kvtier_store::tiers::StoredPrompt;
 
 use super::super::context::Context;
-use super::super::instances::{GroupLayout, Instance, ModelLayout, rows};
+use super::super::instances::{GroupLayout, Instance, ModelLayout};
 use super::Transfers;
 use super::staging::{Charge, WorkerShare};
 use super::traced::TransferVolume;
@@ -66,6 +66,8 @@ impl GroupChunks {
 pub(super) struct StorePlan {
     /// Hashes of the chunks of the prompt, up to the last that the store names.
     pub prompt: Arc<[ChunkHash]>,
+    /// Tokens of the range, if its chunks are to be announced.
+    pub tokens: Option<Arc<ChunkTokens>>,
     pub groups: Vec<GroupChunks>,
     /// Part of L1 that is preferred.
     pub near: Option<u32>,
@@ -114,14 +116,7 @@ impl StorePlan {
         let cache = &context.l1.cache;
         let object_bytes = cache.footprint(requests.iter().map(|request| request.len));
         // What the other workers have of the prompt is worth as much as what this one stores.
-        let scope = range.scope.of_all_workers();
-        let instances = context.instances.of_workers(
-            scope.model_name(),
-            scope.world_size(),
-            scope.workers(),
-            range.chunk_size,
-        );
-        let rows = rows(&scope, &instances.unwrap_or_default());
+        let rows = range.rows(context);
         let reserved_prompt = ReservedPrompt {
             rows: &rows,
             hashes: &self.prompt,
@@ -151,9 +146,12 @@ impl StorePlan {
                 .outcomes
                 .retain(|it| *it != KeyOutcome::OverStaging);
         }
-        context
-            .metrics
-            .reserved("l1_store", scope.model_name(), salt, &reserved.outcomes);
+        context.metrics.reserved(
+            "l1_store",
+            range.scope.model_name(),
+            salt,
+            &reserved.outcomes,
+        );
         if is_over && !has_remainder {
             transfers.staging.warn(&worker, object_bytes);
             if is_empty {
@@ -168,6 +166,17 @@ impl StorePlan {
             charge,
             has_remainder,
         })
+    }
+}
+
+impl StorePlan {
+    /// Announces the chunks of its range that are hits by now, stored by it or by others.
+    pub(super) fn announce(&self, context: &Context, range: &WorkerRange) {
+        if let Some(tokens) = &self.tokens {
+            let hashes = &self.prompt[range.chunks.clone()];
+            let rows = range.rows(context);
+            context.l1.cache.announce(&rows, hashes, tokens);
+        }
     }
 }
 
@@ -229,6 +238,7 @@ impl StagedStore {
             _ => self.reservation,
         };
         let committed = reservation.commit_subset(context.now(), is_written);
+        self.plan.announce(context, range);
         range.pin(context, &requests);
         if first > 0 {
             let namespaces = requests.iter().map(|request| request.namespace);

@@ -114,6 +114,7 @@ impl WorkerCopy<'_> {
     pub(super) fn plan(&self, groups: Vec<GroupChunks>, further_pieces: u32) -> StorePlan {
         StorePlan {
             prompt: self.range.prompt(self.key),
+            tokens: self.key.tokens.chunk_tokens(self.range.chunks.clone()),
             groups,
             near: None,
             further_pieces,

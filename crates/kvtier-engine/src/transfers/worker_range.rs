@@ -6,19 +6,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvtier_common::error::{Error, Result};
-use kvtier_core::ChunkHash;
 use kvtier_core::cache::{ReadLease, ReserveRequest};
 use kvtier_core::hashing::store_chunks;
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prompt::Prompt;
 use kvtier_core::window::needed;
+use kvtier_core::{ChunkHash, GroupRow};
 use kvtier_observe::metrics::Metrics;
 use kvtier_proto::keep_seconds;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;
 
 use super::super::context::Context;
-use super::super::instances::Instance;
+use super::super::instances::{Instance, rows};
 use super::super::lookups::Lookups;
 use super::Transfers;
 use kvtier_store::l1::L1Allocator;
@@ -47,6 +47,18 @@ impl WorkerRange {
     /// Hashes of its key's prompt, up to the last chunk of the range.
     pub(super) fn prompt(&self, key: &CacheKey<'_, Prompt>) -> Arc<[ChunkHash]> {
         key.tokens.hashes[..self.chunks.end].into()
+    }
+
+    /// The rows of a lookup of its prompt; none if its workers are unknown.
+    pub(super) fn rows(&self, context: &Context) -> Arc<[GroupRow]> {
+        let scope = self.scope.of_all_workers();
+        let instances = context.instances.of_workers(
+            scope.model_name(),
+            scope.world_size(),
+            scope.workers(),
+            self.chunk_size,
+        );
+        rows(&scope, &instances.unwrap_or_default())
     }
 
     /// Checks the key of a registered worker's transfer.

@@ -67,7 +67,7 @@ pub struct Status {
     pub peer_port: Option<PeerPortStatus>,
     /// Workers whose requests are refused, by instance id, with the cause.
     pub unserved_instances: BTreeMap<String, String>,
-    /// Log of cache events, which kvtier does not have.
+    /// Log of what models can hit.
     pub kv_events: KvEvents,
     /// Ids of the workers in `cache_context_meta`.
     pub registered_gpu_ids: Vec<i64>,
@@ -374,12 +374,26 @@ pub struct PeerPortStatus {
     pub sent_bytes: u64,
 }
 
-/// Log of cache events, which kvtier does not have.
+/// Log of the chunks that became hits and of those that ended as such, and the streams of it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct KvEvents {
-    /// Always `false`.
+    /// Whether there is a log.
     pub enabled: bool,
+    /// Start of the server in nanoseconds, with which the log begins.
+    pub incarnation: i64,
+    /// Events that the log has.
+    pub log_depth: usize,
+    /// Events that it may have.
+    pub log_capacity: usize,
+    /// Number of the next event.
+    pub next_seq: u64,
+    /// Gaps within the log; kvtier has none.
+    pub lost_markers: u64,
+    /// Stores without tokens; kvtier has none.
+    pub unbound_stores: u64,
+    /// Open streams.
+    pub subscribers: usize,
 }
 
 /// Worker whose pages the server copies.

@@ -149,6 +149,7 @@ pub struct Metrics {
     l1_staging_bytes: Family<L1GaugeLabels, Gauge>,
     l1_staging_limit_bytes: Gauge,
     l1_withheld_bytes: Gauge,
+    kv_events_log_depth: Gauge,
     l1_largest_free_bytes: Gauge,
     l1_capacity_bytes: Gauge,
     l1_objects: Gauge,
@@ -179,6 +180,8 @@ pub struct Readings {
     pub staging_limit_bytes: u64,
     /// Bytes that clients were granted and did not commit in time, or before an earlier server ended.
     pub withheld_bytes: u64,
+    /// Events in the log.
+    pub kv_events: u64,
     /// Bytes of the largest free extent.
     pub largest_free_bytes: u64,
     /// Readable objects.
@@ -371,6 +374,10 @@ impl Metrics {
             l1_usage_ratio: lmcache.add("l1_usage_ratio", "Share of L1 in use"),
             l1_staging_bytes: lmcache
                 .add("l1_staging_bytes", "Bytes reserved and not yet committed"),
+            kv_events_log_depth: lmcache.add(
+                "kv_events_log_depth",
+                "Stores and removals that are kept for subscribers",
+            ),
             l1_withheld_bytes: own.add(
                 "l1_withheld_bytes",
                 "Bytes that workers were granted and did not commit in time, or before an earlier server ended",
@@ -666,6 +673,7 @@ impl Metrics {
         self.l1_usage_ratio.get_or_create(&L1).set(ratio);
         set(&self.l1_staging_limit_bytes, readings.staging_limit_bytes);
         set(&self.l1_withheld_bytes, readings.withheld_bytes);
+        set(&self.kv_events_log_depth, readings.kv_events);
         set(&self.l1_largest_free_bytes, readings.largest_free_bytes);
         set(&self.l1_capacity_bytes, readings.capacity_bytes);
         set(&self.l1_objects, readings.objects);

@@ -184,7 +184,7 @@ fn read_event<'a>(reader: &mut Reader<'a>) -> Result<EventRecord<'a>, DecodeErro
         model_name: model_name.into(),
         block_hashes,
         parent_block_hash,
-        token_ids,
+        token_ids: token_ids.into(),
     })
 }
 

@@ -19,6 +19,7 @@ mod poll;
 mod request;
 mod serve;
 mod socket;
+mod streams;
 #[cfg(test)]
 mod tests;
 mod warnings;

@@ -271,6 +271,9 @@ impl RequestServer {
         }
         let payloads: Vec<&[u8]> = payloads.iter().map(Vec::as_slice).collect();
         let mut prompts = self.engine.prompt_reader();
+        if self.engine.announces(spec.operation) {
+            prompts.keep_tokens();
+        }
         let chunk_tokens = context.peer.chunk_tokens.get().copied();
         if let Some(tokens) = chunk_tokens {
             prompts.set_chunk_tokens(tokens);
@@ -441,9 +444,7 @@ impl RequestServer {
             None => Some((sender, answer)),
         };
         if let Some((sender, answer)) = to_send {
-            for message in self.messages(sender, answer) {
-                self.outbox.send(message);
-            }
+            self.outbox.send(self.message(sender, answer));
         }
     }
 
@@ -463,12 +464,8 @@ impl RequestServer {
             Operation::PrepareRetrieve | Operation::PrepareStore => {
                 // What is held needs no memory of the request, and keeps neither its connection nor the server.
                 let outbox = self.outbox.clone();
-                let messages: Vec<_> = self.messages(sender, answer).collect();
-                Some(Reply::new(move |_| {
-                    messages
-                        .into_iter()
-                        .for_each(|message| outbox.send(message));
-                }))
+                let message = self.message(sender, answer);
+                Some(Reply::new(move |_| outbox.send(message)))
             }
             Operation::Store if !lacks_event(&answer) => return Some((sender, answer)),
             Operation::Store | Operation::Retrieve => {
@@ -484,12 +481,8 @@ impl RequestServer {
         None
     }
 
-    /// The messages of an answer; a stream has two.
-    fn messages(
-        &self,
-        sender: RequestSender,
-        answer: EngineAnswer,
-    ) -> impl Iterator<Item = Outgoing> + use<> {
+    /// The message of an answer.
+    pub(super) fn message(&self, sender: RequestSender, answer: EngineAnswer) -> Outgoing {
         let operation = sender.spec().operation.name();
         let metrics = self.engine.metrics();
         if let Some(reason) = answer.refused {
@@ -508,29 +501,29 @@ impl RequestServer {
             Some(text) => (error_frame(&text), None),
             None => (op, payload),
         };
-        let end = answer.ends_stream.then(|| Outgoing {
-            connection: peer.id,
-            uid: uid.clone(),
-            op: op.clone(),
-            payload: None,
-            charge: None,
-        });
-        let charge = payload
-            .as_ref()
-            .filter(|payload| {
-                payload
-                    .without_chunks()
-                    .is_none_or(|text| text.len() > SMALL_REPLY)
-            })
-            .map(|payload| peer.replies.take_anyway(payload.byte_len() as u64));
-        std::iter::once(Outgoing {
-            connection: peer.id,
-            uid,
-            op,
-            payload,
-            charge,
-        })
-        .chain(end)
+        outgoing(&peer, uid, op, payload)
+    }
+}
+
+/// A message to a client, charged to its connection if it is large or has chunks.
+pub(super) fn outgoing(
+    peer: &Peer,
+    uid: Vec<u8>,
+    op: Vec<u8>,
+    payload: Option<Payload>,
+) -> Outgoing {
+    let is_large = |payload: &&Payload| {
+        let text = payload.without_chunks();
+        text.is_none_or(|text| text.len() > SMALL_REPLY)
+    };
+    let large = payload.as_ref().filter(is_large);
+    let charge = large.map(|payload| peer.replies.take_anyway(payload.byte_len() as u64));
+    Outgoing {
+        connection: peer.id,
+        uid,
+        op,
+        payload,
+        charge,
     }
 }
 

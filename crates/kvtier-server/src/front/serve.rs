@@ -20,6 +20,7 @@ use super::names::lookup_number;
 use super::outbox::{Inbox, Outgoing};
 use super::request::{RequestJob, RequestSender, RequestServer};
 use super::socket::RequestSocket;
+use super::streams::Streams;
 use kvtier_common::sync::RateLimited;
 
 /// Longest sleep. Stopping wakes the thread.
@@ -46,6 +47,7 @@ pub struct Front {
     inbox: Inbox,
     transfers: LanePool<RequestJob>,
     control: LanePool<RequestJob>,
+    streams: Streams,
     pub(super) server: Arc<RequestServer>,
     pub(super) stop: Arc<AtomicBool>,
     happened: Vec<ConnectionEvent>,
@@ -90,6 +92,7 @@ impl Front {
             inbox,
             transfers,
             control,
+            streams: Streams::new(Arc::clone(&server), server.outbox.clone()),
             server,
             stop: Arc::default(),
             happened: Vec::new(),
@@ -152,6 +155,9 @@ impl Front {
         self.happened = happened;
         // What was answered at once.
         worked |= self.send_replies();
+        if !worked {
+            self.streams.prune();
+        }
         Ok(worked)
     }
 
@@ -199,9 +205,11 @@ impl Front {
         };
         let message = match parsed {
             Ok(ClientMessage::Request(request)) => request,
-            // No stream stays open here: the only one ends with its first batch.
-            Ok(ClientMessage::Stream { .. }) => {
-                return self.connections.count_strays(id, frames.len());
+            Ok(ClientMessage::Stream { uid, control }) => {
+                return match self.streams.control(id, uid, control) {
+                    Some(messages) => messages.into_iter().for_each(|it| self.send(it)),
+                    None => self.connections.count_strays(id, frames.len()),
+                };
             }
             Err(error) => {
                 self.connections.count_strays(id, frames.len());
@@ -280,6 +288,10 @@ impl Front {
         let Some(client) = self.connections.client(id, || self.budgets.client(id)) else {
             return;
         };
+        if operation == Operation::SubscribeKvEvents {
+            let messages = self.streams.open(&job).into_iter();
+            return messages.for_each(|it| self.send(it));
+        }
         if bytes > limits::max_payload(operation) {
             return self.refuse(job, "request_too_large");
         }
@@ -342,6 +354,10 @@ impl Front {
     pub(super) fn send_replies(&mut self) -> bool {
         let replies: Vec<_> = self.inbox.drain().collect();
         let any = !replies.is_empty();
+        // The event of a store is sent before its answer.
+        for batch in self.streams.news() {
+            self.send(batch);
+        }
         replies.into_iter().for_each(|reply| self.send(reply));
         self.connections.write_queued();
         any

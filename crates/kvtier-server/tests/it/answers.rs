@@ -8,7 +8,7 @@ use crate::l2::{fs, store, with_tiers};
 use crate::support::{TestServer, prompt, range, tokens, wait_until};
 
 /// Fields whose value depends on the machine or the moment.
-const VARYING: [&str; 18] = [
+const VARYING: [&str; 19] = [
     "base_path",
     "bookkeeping_bytes",
     "connections_max",
@@ -16,6 +16,7 @@ const VARYING: [&str; 18] = [
     "current_usage",
     "current_usage_gb",
     "file",
+    "incarnation",
     "instance_id",
     "io_engine",
     "io_engine_reason",

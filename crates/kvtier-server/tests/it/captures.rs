@@ -93,6 +93,7 @@ fn compare(request: &Frames, ours: Option<Vec<u8>>, theirs: Option<Vec<u8>>, con
             assert_eq!(
                 read(ResponseKind::Texts, &ours),
                 Response::Texts(vec![
+                    "kv_event_stream".into(),
                     HELD_BLOCKS_FEATURE.into(),
                     CHUNK_TOKENS_FEATURE.into(),
                 ]),

@@ -14,6 +14,7 @@ mod explain;
 mod exporter;
 mod gpu;
 mod http;
+mod kv_events;
 mod l2;
 mod l2_http;
 mod leases;

@@ -15,7 +15,6 @@ fn absent(name: &str) -> Option<&'static str> {
         ),
         ("target_info", "of the telemetry library"),
         ("lmcache_mp_event_bus_", "there is no bus of events"),
-        ("lmcache_mp_kv_events_", "there is no log of events"),
         ("lmcache_mp_active_p2p_", "there are no other servers"),
         (
             "lmcache_mp_l0_l1_",

@@ -3,7 +3,7 @@
 
 use kvtier_client::proto::frames::OperationId;
 use kvtier_client::proto::pickle::{PickleLimits, read_tensors};
-use kvtier_client::proto::response::{EventBatch, Response, ResponseKind};
+use kvtier_client::proto::response::{EventRecord, Response, ResponseKind};
 
 use crate::replay::{Segments, frames, load};
 use crate::support::{Frames, Raw, TestServer};
@@ -11,8 +11,6 @@ use crate::support::{Frames, Raw, TestServer};
 /// What we answer where the peer answers otherwise.
 #[derive(Debug)]
 enum Ours {
-    /// Nothing at all.
-    Silence,
     /// The response "nothing": no third frame.
     Nothing,
     /// Response, in hex.
@@ -23,11 +21,11 @@ enum Ours {
     Pool,
     /// A hit of this number of pickled chunks.
     Chunks(usize),
-    /// A stream that says there are no events, and ends.
-    NoEvents,
+    /// A batch of events, each with its number, its kind and the number of its chunks; and a response to the request, in hex.
+    Events(&'static [(i64, &'static str, usize)], Option<&'static str>),
 }
 
-use Ours::{Chunks, NoEvents, Nothing, Pool, Response as Is, Silence, Text};
+use Ours::{Chunks, Events, Nothing, Pool, Response as Is, Text};
 
 /// Rows with another answer: their name, our answer, and why.
 type Differences = &'static [(&'static str, Ours, &'static str)];
@@ -40,21 +38,22 @@ const MISS: Ours = Is("83a773756363657373c2a464617461c400a7636f6e7465787480");
 /// The client's event handle, and "no".
 const NOT_DONE: Ours = Is("92c40f737475625f6970635f68616e646c65c2");
 /// The client's event handle, and "yes".
-const DONE: Ours = Is("92c40f737475625f6970635f68616e646c65c3");
+const DONE_HEX: &str = "92c40f737475625f6970635f68616e646c65c3";
+const DONE: Ours = Is(DONE_HEX);
 
 const SILENT: &str = "the peer says nothing and its client waits for its timeout; we say no in the form the operation has";
 const SILENT_TEXT: &str =
     "the peer says nothing; this client raises our text where it made the call";
-const EVENTS: &str = "there is no stream of events: the first batch says so and the stream ends";
+const EVENTS: &str = "other incarnation; stores by workers that copy themselves and chunks that are hits only are announced, each once";
 
 /// The two files of errors, with and without a pool, differ in this from the peer.
 const ERRORS: Differences = &[
     (
         "get_experimental",
         Is(
-            "92b46b76746965722e68656c645f626c6f636b732e31b56b76746965722e6368756e6b5f746f6b656e732e31",
+            "93af6b765f6576656e745f73747265616db46b76746965722e68656c645f626c6f636b732e31b56b76746965722e6368756e6b5f746f6b656e732e31",
         ),
-        "only kvtier.held_blocks.1 and kvtier.chunk_tokens.1 are on",
+        "kvtier.held_blocks.1 and kvtier.chunk_tokens.1 are on too",
     ),
     (
         "ping_unknown_instance",
@@ -112,10 +111,17 @@ const ERRORS: Differences = &[
         Text("server_module_call is not served"),
         SILENT_TEXT,
     ),
-    ("subscribe_bad_cursor", NoEvents, EVENTS),
-    ("subscribe_bad_max", NoEvents, EVENTS),
-    ("subscribe", NoEvents, EVENTS),
-    ("stream_cancel", Silence, "the stream has ended already"),
+    (
+        "subscribe",
+        Events(&[(1, "stored", 1), (2, "stored", 1)], None),
+        EVENTS,
+    ),
+    (
+        "stream_ack",
+        Events(&[(3, "removed", 2), (4, "stored", 1)], None),
+        EVENTS,
+    ),
+    ("stream_ack2", Events(&[(5, "stored", 1)], None), EVENTS),
 ];
 
 /// Differences in both files: a failed commit leaves the chunks it had no data for reserved at the peer, for minutes.
@@ -176,8 +182,6 @@ const ERRORS_POOLED: Differences = &[
     ),
 ];
 
-const NO_EVENT: &str = "there is no stream of events that could tell of it";
-
 /// A worker whose pages the server copies.
 const PAGES: Differences = &[
     (
@@ -200,13 +204,20 @@ const PAGES: Differences = &[
         Text("tokens_per_block is 24"),
         SILENT_TEXT,
     ),
-    ("subscribe", NoEvents, EVENTS),
-    ("store_ok", DONE, NO_EVENT),
-    ("store_extra_blocks_multiple_of_chunk", DONE, NO_EVENT),
+    ("subscribe", Events(&[], None), EVENTS),
+    (
+        "store_ok",
+        Events(&[(1, "stored", 1), (2, "stored", 1)], Some(DONE_HEX)),
+        EVENTS,
+    ),
+    (
+        "store_extra_blocks_multiple_of_chunk",
+        Events(&[(3, "stored", 1), (4, "stored", 1)], Some(DONE_HEX)),
+        EVENTS,
+    ),
     ("store_extra_blocks_not_multiple", NOT_DONE, SILENT),
     ("store_no_groups", NOT_DONE, SILENT),
     ("store_two_groups_given", NOT_DONE, SILENT),
-    ("store_one_null_chunk", DONE, NO_EVENT),
     ("store_worker_none", NOT_DONE, SILENT),
     ("store_unaligned", NOT_DONE, SILENT),
     (
@@ -225,11 +236,18 @@ const PAGES: Differences = &[
         "while its session lives, a request may read again what is there",
     ),
     (
-        "stream_ack_after_clear",
-        Silence,
-        "the stream has ended already",
+        "store_one_null_chunk",
+        Events(&[(5, "stored", 1)], Some(DONE_HEX)),
+        EVENTS,
     ),
-    ("stream_cancel", Silence, "the stream has ended already"),
+    (
+        "stream_ack_after_clear",
+        Events(
+            &[(6, "stored", 1), (7, "stored", 1), (8, "removed", 7)],
+            None,
+        ),
+        EVENTS,
+    ),
 ];
 
 /// Reused request ids and short messages.
@@ -327,7 +345,6 @@ fn is(expected: &Ours, request: &Frames, answers: &[Frames]) -> bool {
         _ => None,
     };
     match expected {
-        Silence => answers.is_empty(),
         Nothing => matches!(answers, [answer] if *answer == request[..2]),
         Is(payload) => {
             matches!(answers, [answer] if echoed(answer) && answer.len() == 3 && hex::encode(&answer[2]) == *payload)
@@ -353,13 +370,30 @@ fn is(expected: &Ours, request: &Frames, answers: &[Frames]) -> bool {
             }
             _ => false,
         },
-        NoEvents => match answers {
-            [batch, end] if echoed(batch) && *end == request[..2] => matches!(
-                Response::decode(ResponseKind::EventBatch, batch.get(2).map(Vec::as_slice)),
-                Ok(Response::EventBatch(EventBatch { enabled: false, lost: false, events, .. })) if events.is_empty()
-            ),
-            _ => false,
-        },
+        Events(expected, answer) => {
+            let is_batch = |it: &&Frames| it[1].ends_with(b"subscribe_kv_events");
+            let (batches, others): (Vec<_>, Vec<_>) = answers.iter().partition(is_batch);
+            let [batch] = batches[..] else { return false };
+            let batch = Response::decode(ResponseKind::EventBatch, batch.get(2).map(Vec::as_slice));
+            let Ok(Response::EventBatch(batch)) = batch else {
+                return false;
+            };
+            let shape = |event: &EventRecord<'_>| (event.seq, event.block_hashes.len());
+            let shapes = batch.events.iter().map(shape);
+            batch.enabled
+                && !batch.lost
+                && shapes.eq(expected.iter().map(|(seq, _, hashes)| (*seq, *hashes)))
+                && batch
+                    .events
+                    .iter()
+                    .zip(*expected)
+                    .all(|(event, (_, kind, _))| event.kind == *kind)
+                && match (answer, &others[..]) {
+                    (Some(answer), [other]) => echoed(other) && hex::encode(&other[2]) == *answer,
+                    (None, []) => true,
+                    _ => false,
+                }
+        }
     }
 }
 

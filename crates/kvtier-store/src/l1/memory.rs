@@ -67,6 +67,7 @@ impl L1 {
         let cache_config = CacheConfig {
             eviction: config.eviction_policy.kind(),
             max_pinned_share: config.max_pinned_share,
+            event_log_size: config.kv_event_log_size as usize,
             quotas: QuotaConfig {
                 watermark: config.eviction_trigger_watermark,
                 ratio: config.eviction_ratio,

@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 use kvtier_common::sync::Mutex;
 use kvtier_core::cache::{
-    Counted, Extent, KeyOutcome, Lookup, ReadLease, Reservation, ReserveOptions, ReserveRequest,
-    ReservedPrompt,
+    ChunkTokens, Counted, Extent, KeyOutcome, Lookup, ReadLease, Reservation, ReserveOptions,
+    ReserveRequest, ReservedPrompt,
 };
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prefetch::{Cell, PrefetchPlan};
@@ -45,6 +45,8 @@ pub struct PrefetchRequest {
     pub rows: Arc<[GroupRow]>,
     /// The chunks.
     pub hashes: Arc<[ChunkHash]>,
+    /// Their tokens, if those that are loaded are to be announced.
+    pub tokens: Option<Arc<ChunkTokens>>,
     /// What of its lookup is counted already.
     pub counted: Counted,
     /// Span of the lookup, if it is traced.
@@ -148,6 +150,9 @@ impl PromptPrefetch {
         let lookup =
             l2.cache
                 .lookup_again(l2.now(), &request.rows, &request.hashes, request.counted);
+        if let (Some(tokens), false) = (&request.tokens, loaded.is_empty()) {
+            l2.cache.announce(&request.rows, &request.hashes, tokens);
+        }
         Prefetched { lookup, loaded }
     }
 

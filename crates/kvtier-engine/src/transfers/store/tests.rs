@@ -314,6 +314,7 @@ fn grant_of_another_layout_is_not_committed() {
         hashes: hashes.clone(),
     };
     let plan = StorePlan {
+        tokens: None,
         prompt: range.prompt(&key),
         groups: vec![group],
         near: None,
