@@ -185,7 +185,9 @@ async fn resolve(known: Arc<Known>) {
                 let is_here = |peer: &&Arc<Peer>| peer.address == address;
                 if !peers.iter().any(|peer| is_here(&peer)) {
                     let known_one = before.iter().find(is_here).cloned();
-                    peers.push(known_one.unwrap_or_else(|| known.options.open(host, address)));
+                    peers.push(
+                        known_one.unwrap_or_else(|| Peer::open(&known.options, host, address)),
+                    );
                 }
             }
         }
@@ -194,22 +196,22 @@ async fn resolve(known: Arc<Known>) {
     }
 }
 
-impl PeersOptions {
+impl Peer {
     /// Starts to connect to a peer.
-    fn open(&self, host: &str, address: SocketAddr) -> Arc<Peer> {
+    fn open(from: &PeersOptions, host: &str, address: SocketAddr) -> Arc<Self> {
         let mut options = RespOptions {
             addresses: vec![Address::Tcp(address.ip().to_string(), address.port())],
-            ..self.common.clone()
+            ..from.common.clone()
         };
         if let Some(tls) = &mut options.tls {
             // The certificate is for the name that was resolved.
             tls.server_name.get_or_insert_with(|| host.to_owned());
         }
         let adapter = RespAdapter::open(PEERS.name(), &options);
-        Arc::new(Peer {
+        Arc::new(Self {
             host: host.to_owned(),
             address,
-            adapter: wrap::guard(Arc::new(adapter), &self.guards),
+            adapter: wrap::guard(Arc::new(adapter), &from.guards),
             answered_at: AtomicU64::new(0),
         })
     }

@@ -250,7 +250,7 @@ fn chunks_that_come_back_from_a_tier_are_announced_again() {
     let mut known = BTreeSet::new();
     catch_up(&client, 1, &mut known, |known| known.len() == 4);
     let before = known.clone();
-    server.engine().clear(true);
+    server.engine().admin().clear(true);
     catch_up(&client, 1, &mut known, BTreeSet::is_empty);
     assert_eq!(hits(worker.connection(), &scope, &prompt(1, 4), "r"), 4);
     catch_up(&client, 1, &mut known, |known| known.len() == 4);
