@@ -24,6 +24,8 @@ from collections import namedtuple
 from urllib.parse import urlsplit
 
 CONNECT_SECONDS = 2.0
+# What the rank of a host is made of.
+FIELDS = ("hit_tokens", "hit_tokens_l1", "chunks", "chunk_size")
 BODY_LIMIT = 64 << 20
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
@@ -54,12 +56,15 @@ def header(lines, name):
 class Router:
     """Engines, and how a request finds its own."""
 
-    def __init__(self, hosts, tokenizer=None, budget=0.02, model=None):
-        """`tokenizer` is one of transformers; `budget` in seconds, 0 asks no server; `model` is its name at the servers."""
-        self.hosts, self.tokenizer, self.budget, self.model = hosts, tokenizer, budget, model
+    def __init__(self, hosts, tokenizer=None, budget=0.02, model=None, patience=600.0):
+        """`tokenizer` is one of transformers; `budget` and `patience` (with an engine that says nothing) in seconds, without a budget
+        no server is asked; `model` is its name at the servers."""
+        self.hosts, self.tokenizer, self.budget, self.model, self.patience = hosts, tokenizer, budget, model, patience
         self.turns = itertools.count()
         # The loop alone would forget a task whose client has closed its side.
         self.running = set()
+        # What was said of a server, so that it is said once.
+        self.told = set()
 
     def token_ids(self, body):
         """The token ids that the engine computes for a request, or None if they are not known."""
@@ -88,7 +93,12 @@ class Router:
             answer = await reader.read()
             if status.split()[1] != b"200":
                 raise ValueError(f"{server}: {answer.decode(errors='replace')}")
-            return json.loads(answer)
+            found = json.loads(answer)
+            try:
+                counts = {name: int(found[name]) for name in FIELDS}
+                return {**counts, "sessions": int(found["load"]["active_sessions"])}
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"{server}: no answer to /prefix/match") from error
         finally:
             writer.close()
 
@@ -111,7 +121,8 @@ class Router:
         await asyncio.wait(asked)
         answers = {number: task for number, task in enumerate(asked) if not task.cancelled()}
         for task in answers.values():
-            if isinstance(task.exception(), ValueError):
+            if isinstance(task.exception(), ValueError) and str(task.exception()) not in self.told:
+                self.told.add(str(task.exception()))
                 print(task.exception(), file=sys.stderr)
         return {number: task.result() for number, task in answers.items() if not task.exception()}
 
@@ -119,13 +130,13 @@ class Router:
         """The hosts, the best first."""
         answers, turn, count = await self.matches(body), next(self.turns), len(self.hosts)
         # A host without an answer has nothing, and is taken for busier than the others.
-        none = {"hit_tokens": 0, "hit_tokens_l1": 0, "chunks": 0, "chunk_size": 0, "load": {"active_sessions": float("inf")}}
+        none = {**dict.fromkeys(FIELDS, 0), "sessions": float("inf")}
 
         def rank(number):
             found = answers.get(number, none)
             is_much = 2 * found["hit_tokens"] >= found["chunks"] * found["chunk_size"]
             hits = (-found["hit_tokens"], -found["hit_tokens_l1"]) if is_much else (0, 0)
-            return *hits, found["load"]["active_sessions"], (number - turn) % count
+            return *hits, found["sessions"], (number - turn) % count
 
         return [self.hosts[number] for number in sorted(range(count), key=rank)]
 
@@ -167,10 +178,12 @@ class Router:
             return False
         try:
             writer.write(request)
-            while part := await reader.read(1 << 16):
+            while part := await asyncio.wait_for(reader.read(1 << 16), self.patience):
                 answered = True
                 client.write(part)
                 await client.drain()
+        except asyncio.TimeoutError:
+            return True  # It may be at work: no other engine begins anew.
         except OSError:
             pass  # Of an answer that began, the client sees that it is cut.
         finally:
@@ -187,6 +200,7 @@ async def main():
     parser.add_argument("--tokenizer", metavar="MODEL", help="folder or name; without it only prompts of token ids are looked for")
     parser.add_argument("--model", help="the model's name at the servers, before its # (default: that of the request)")
     parser.add_argument("--budget-ms", type=float, default=20, help="time for the answers of the servers; 0: engines take turns")
+    parser.add_argument("--engine-timeout", type=float, default=600, metavar="SECONDS", help="longest silence of an engine")
     arguments = parser.parse_args()
     hosts = [Host(*pair.split("=", 1)) for pair in arguments.engine]
     tokenizer = None
@@ -194,7 +208,7 @@ async def main():
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
-    router = Router(hosts, tokenizer, arguments.budget_ms / 1000, arguments.model)
+    router = Router(hosts, tokenizer, arguments.budget_ms / 1000, arguments.model, arguments.engine_timeout)
     server = await asyncio.start_server(router.serve, arguments.host, arguments.port)
     async with server:
         await server.serve_forever()

@@ -143,13 +143,13 @@ class Router:
         llmd, dynamo = self.readers
         assert llmd.resident("cpu") == expected and dynamo.resident("host") == {each for _, each in expected}
         assert llmd.rejected == [] and dynamo.rejected == []
-        assert announcements._hashes == sum(len(hashes) for chunk in announcements._chunks.values() for _, hashes in chunk)
+        assert announcements._hashes == sum(len(hashes) for _, chunk in announcements._chunks.values() for _, hashes in chunk)
         return expected
 
 
 def announced(announcements, groups):
     """(group, hash) of the announced blocks of these groups."""
-    return {(number, each) for chunk in announcements._chunks.values() for number, hashes in chunk for each in hashes if number in groups}
+    return {(number, each) for _, chunk in announcements._chunks.values() for number, hashes in chunk for each in hashes if number in groups}
 
 
 def removals(batches):
@@ -350,6 +350,20 @@ def test_readers_follow_random_lives(seed):
         router.check(announcements, {0, 2})
         assert announcements._hashes <= announcements._max_hashes
     assert removals(batches)
+
+
+def test_limit_leaves_no_chunk_without_the_one_before():
+    """Beyond the limit the oldest prompts are removed, each with its end."""
+    announcements, order = announcements_of([full(4)], max_hashes=40), []
+    for number in range(6):
+        asked = vllm_request(f"r{number}", prompt(f"limit-{number}", 6))
+        for chunk in announcements.chunks(asked, 0, 6 * CHUNK, CHUNK).values():
+            announcements.stored(chunk)
+            order.append(chunk.identity)
+            chunks = announcements._chunks
+            assert all(parent is None or parent in chunks for parent, _ in chunks.values())
+    assert 0 < len(announcements._chunks) < len(order)
+    assert order[-1] in announcements._chunks and order[0] not in announcements._chunks
 
 
 RELEASES = {

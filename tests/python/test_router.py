@@ -1,5 +1,6 @@
 """`examples/router/router.py` before simulated engines, which store prompts in real kvtier servers."""
 
+import http.client
 import json
 import os
 import random
@@ -191,6 +192,43 @@ def test_dead_and_frozen_servers_cost_their_hits_only(hosts):
         for _ in range(6):
             send(url, prompt)
         assert [after - first for first, after in zip(before, counts(hosts), strict=True)] == [2, 2, 2]
+
+
+class Listing(BaseHTTPRequestHandler):
+    """Answers everything with an empty list."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"[]")
+
+
+def test_servers_that_answer_otherwise_have_nothing(hosts):
+    """Of a server that is none of ours the request is not lost."""
+    other = ThreadingHTTPServer(("127.0.0.1", 0), Listing)
+    threading.Thread(target=other.serve_forever, daemon=True).start()
+    try:
+        with router([(engine, f"http://127.0.0.1:{other.server_port}") for engine, _ in urls(hosts)], "--budget-ms", LONG) as url:
+            for seed in range(3):
+                send(url, tokens(2 * CHUNK, seed))
+    finally:
+        other.shutdown()
+        other.server_close()
+    assert counts(hosts) == [1, 1, 1]
+
+
+# proves: docs/hosts.md#route-to-where-the-prefix-is
+def test_engine_that_says_nothing_ends_its_request(hosts):
+    """The answer is cut, and no other engine gets the request."""
+    for engine, _ in hosts:
+        engine.released.clear()
+    with router(urls(hosts), "--engine-timeout", 1) as url, pytest.raises(http.client.IncompleteRead):
+        send(url, tokens(2 * CHUNK, 9))
+    for engine, _ in hosts:
+        engine.released.set()
+    assert sum(counts(hosts)) == 1
 
 
 def test_dead_engine_is_passed_over(hosts):

@@ -19,7 +19,8 @@ from .resets import PoolResets
 
 _MEDIUM = "CPU"
 
-# Block hashes that are announced at a time, of about 50 bytes each; beyond it the least recently used chunks are announced as removed.
+# Block hashes that are announced at a time, of about 50 bytes each; beyond it the least recently used chunks, with those behind them, are
+# announced as removed.
 _MAX_HASHES = 1 << 20
 
 
@@ -113,8 +114,8 @@ class Announcements:
             for number, group in zip(served_numbers(kv_cache_config), groups, strict=True)
         ]
         self._max_hashes, self._hashes = max_hashes, 0
-        # A chunk's identity -> block hashes by number of the group, from the least recently used chunk on.
-        self._chunks: OrderedDict[bytes, list[tuple[int, list[Any]]]] = OrderedDict()
+        # A chunk's identity -> its parent's, and block hashes by number of the group; from the least recently used chunk on.
+        self._chunks: OrderedDict[bytes, tuple[bytes | None, list[tuple[int, list[Any]]]]] = OrderedDict()
         self._events: list[KVCacheEvent] = []
         # Number of the connection to the server; None while it does not answer.
         self._connection: int | None = None
@@ -184,10 +185,10 @@ class Announcements:
         for number, event in chunk.events:
             self._events.append(event)
             groups[number] += event.block_hashes
-        self._chunks[chunk.identity] = list(groups.items())
+        self._chunks[chunk.identity] = chunk.parent, list(groups.items())
         self._hashes += sum(map(len, groups.values()))
-        while self._hashes > self._max_hashes:
-            self.remove(next(iter(self._chunks)))
+        if self._hashes > self._max_hashes:
+            self._shrink()
 
     def found(self, request: Any, end: int, chunk: int) -> None:
         """Announces the chunks of a hit: other engines may have stored them, and the server may have been away meanwhile."""
@@ -200,8 +201,21 @@ class Announcements:
 
     def remove(self, identity: bytes) -> None:
         """Announces that the server has removed a chunk, if the chunk is announced."""
-        for number, hashes in self._chunks.pop(identity, ()):
+        _, groups = self._chunks.pop(identity, (None, ()))
+        for number, hashes in groups:
             self._remove(number, hashes)
+
+    def _shrink(self) -> None:
+        """Removes a sixteenth, and what is behind it, which readers could not find."""
+        behind: dict[bytes | None, list[bytes]] = defaultdict(list)
+        for identity, (parent, _) in self._chunks.items():
+            behind[parent].append(identity)
+        while self._hashes > self._max_hashes - self._max_hashes // 16:
+            doomed = [next(iter(self._chunks))]
+            while doomed:
+                identity = doomed.pop()
+                doomed += behind[identity]
+                self.remove(identity)
 
     def _remove(self, number: int, hashes: list[Any]) -> None:
         self._hashes -= len(hashes)
@@ -209,7 +223,7 @@ class Announcements:
 
     def _remove_all(self) -> None:
         groups: dict[int, list[Any]] = defaultdict(list)
-        for chunk in self._chunks.values():
+        for _, chunk in self._chunks.values():
             for number, hashes in chunk:
                 groups[number] += hashes
         for number, hashes in groups.items():
