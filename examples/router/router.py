@@ -183,7 +183,7 @@ class Router:
                 client.write(part)
                 await client.drain()
         except asyncio.TimeoutError:
-            return True  # It may be at work: no other engine begins anew.
+            return True  # It may be at work: no other engine begins again.
         except OSError:
             pass  # Of an answer that began, the client sees that it is cut.
         finally:

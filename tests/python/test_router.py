@@ -206,7 +206,7 @@ class Listing(BaseHTTPRequestHandler):
 
 
 def test_servers_that_answer_otherwise_have_nothing(hosts):
-    """Of a server that is none of ours the request is not lost."""
+    """A request is not lost by a server of another kind."""
     other = ThreadingHTTPServer(("127.0.0.1", 0), Listing)
     threading.Thread(target=other.serve_forever, daemon=True).start()
     try:
