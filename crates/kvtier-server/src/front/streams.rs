@@ -33,7 +33,7 @@ struct Stream {
     uid: Vec<u8>,
     op: Vec<u8>,
     model_name: Box<str>,
-    /// The last event that it has been told of, or that is not for it.
+    /// The last event that it has received or that is not for it.
     cursor: u64,
     max_events: usize,
     /// Whether it has had no batch yet: its first one may be empty.

@@ -137,7 +137,7 @@ fn streams_are_those_of_lmcaches_server_byte_for_byte() {
     let what = "same instance 7 from other client, cursor beyond end";
     assert_eq!(next(&second), theirs(what, 0));
     assert_eq!(next(&first), theirs("old stream of 7 ends", 0));
-    // Nobody hears a word about a stream that has ended.
+    // A stream that has ended answers nothing.
     say(&first, 1, "ack");
     assert!(first.settle().is_empty());
 
@@ -215,7 +215,7 @@ fn a_chunk_is_announced_when_all_ranks_have_it_and_ends_with_the_first_of_its_ob
     ranks[1].stored(&prompt(1, 4), 0..2, 1);
     let mut known = BTreeSet::new();
     catch_up(&client, 1, &mut known, |known| known.len() == 2);
-    // Tenants' chunks are nobody's business.
+    // Chunks of tenants are announced to no client.
     let salted = Scope::new(MODEL).with_salt("tenant");
     server
         .engine_driven(3, &salted)
