@@ -124,15 +124,23 @@ impl<'a> PortSession<'a> {
         }
     }
 
-    async fn receive(&mut self, part: &mut [u8]) -> io::Result<usize> {
-        let until = if self.is_admitted {
-            Instant::now() + IDLE_TIMEOUT
+    /// Until when to wait for a client: as given, but not beyond its time for a password.
+    fn bounded(&self, until: Instant) -> Instant {
+        if self.is_admitted {
+            until
         } else {
-            self.opened + GREETING_TIMEOUT
-        };
+            until.min(self.opened + GREETING_TIMEOUT)
+        }
+    }
+
+    async fn receive(&mut self, part: &mut [u8]) -> io::Result<usize> {
+        let until = self.bounded(Instant::now() + IDLE_TIMEOUT);
         loop {
             // A client may never stop sending.
             tokio::task::yield_now().await;
+            if Instant::now() >= until {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
             match self.stream.receive(part) {
                 Err(error) if is_not_ready(&error) => {
                     timeout_at(until, self.stream.ready(Interest::READABLE)).await??;
@@ -153,6 +161,7 @@ impl<'a> PortSession<'a> {
             let sent = match self.stream.send(&slices) {
                 Ok(sent) => sent as u64,
                 Err(error) if is_not_ready(&error) => {
+                    let until = self.bounded(until);
                     timeout_at(until, self.stream.ready(Interest::WRITABLE)).await??;
                     continue;
                 }

@@ -270,6 +270,37 @@ async fn silent_clients_are_disconnected() {
 
 // proves: docs/l2.md#the-port-for-peers
 #[tokio::test(start_paused = true)]
+async fn client_that_never_stops_sending_is_disconnected_without_a_password() {
+    let held = Held::new(1 << 20, []);
+    let mut stream = connect(password("secret"), &held).await;
+    ask(&mut stream, &["PING"]).await;
+    // There is always more to be received: the socket is filled before the time goes on.
+    let mut stream = stream.into_std().unwrap();
+    let (began, nothing) = (Instant::now(), b"*0\r\n".repeat(16 << 10));
+    let mut is_full = false;
+    while began.elapsed() < 2 * GREETING_TIMEOUT {
+        match std::io::Write::write(&mut stream, &nothing) {
+            Ok(_) if is_full => {
+                is_full = false;
+                tokio::time::advance(Duration::from_millis(500)).await;
+            }
+            Ok(_) => {}
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                is_full = true;
+                tokio::task::yield_now().await;
+            }
+            Err(_) => break,
+        }
+    }
+    let took = began.elapsed();
+    assert!(
+        (GREETING_TIMEOUT..GREETING_TIMEOUT + Duration::from_secs(2)).contains(&took),
+        "{took:?}"
+    );
+}
+
+// proves: docs/l2.md#the-port-for-peers
+#[tokio::test(start_paused = true)]
 async fn client_that_does_not_read_loses_its_lease() {
     // Two of them are more than the memory has, so that a lease too many fails.
     let one = object(1, 40 << 20);
