@@ -27,7 +27,7 @@ def owner(port):
 
 def reader(port, **keys):
     """Flags of one that reads there, however busy the machine is."""
-    return tiers.adapter("peers", peers=[f"127.0.0.1:{port}"], password=PASSWORD, first_byte_ms=5000, **keys)
+    return tiers.adapter("peers", peers=[f"127.0.0.1:{port}"], password=PASSWORD, first_byte_ms=5000, lookup_timeout_ms=5000, **keys)
 
 
 def connected(server):

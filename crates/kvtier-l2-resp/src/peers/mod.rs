@@ -17,8 +17,9 @@ use kvtier_common::sync::Mutex;
 use kvtier_core::object_key::ObjectKey;
 use serde_json::{Value as Json, json};
 use tokio::net::lookup_host;
+use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, JoinSet};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::address::Address;
 use super::{KEYS_PER_CALL, RespAdapter, RespOptions};
@@ -99,35 +100,38 @@ impl PeersAdapter {
         peers
     }
 
-    /// The lengths that peers have; notes the first peer with each. Ends early once all are known.
+    /// The lengths that peers have; notes the first peer with each. Ends early once all are known, or with what has arrived
+    /// shortly before its deadline.
     async fn ask(&self, objects: Vec<ObjectSpec>) -> Vec<Option<u64>> {
+        let until = Instant::now() + self.known.options.lookup_timeout * 9 / 10;
         let mut found = vec![None; objects.len()];
+        let (told, mut answers) = mpsc::unbounded_channel();
         let mut calls = JoinSet::new();
         for peer in self.asked() {
-            let objects = objects.clone();
+            let (objects, told) = (objects.clone(), told.clone());
             calls.spawn(async move {
-                let mut lengths = Vec::with_capacity(objects.len());
-                // Each call has its budget.
-                for part in objects.chunks(KEYS_PER_CALL) {
-                    match peer.adapter.lookup(part.to_vec()).await {
-                        Ok(part) => lengths.extend(part),
-                        Err(_) => break,
-                    }
+                for (part, at) in objects
+                    .chunks(KEYS_PER_CALL)
+                    .zip((0..).step_by(KEYS_PER_CALL))
+                {
+                    // A peer that is late is asked no further.
+                    let Ok(lengths) = peer.adapter.lookup(part.to_vec()).await else {
+                        return;
+                    };
+                    let _ = told.send((Arc::clone(&peer), at, lengths));
                 }
-                (peer, lengths)
             });
         }
-        while let Some(call) = calls.join_next().await {
-            let Ok((peer, lengths)) = call else { continue };
-            if !lengths.is_empty() {
-                let now = u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX);
-                peer.answered_at.store(now.max(1), Ordering::Relaxed);
-            }
+        drop(told);
+        while let Ok(Some((peer, at, lengths))) = timeout_at(until, answers.recv()).await {
+            let now = u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            peer.answered_at.store(now.max(1), Ordering::Relaxed);
             let mut places = self.places.lock();
-            if places.len() + objects.len() > MAX_PLACES {
+            if places.len() + lengths.len() > MAX_PLACES {
                 places.clear();
             }
-            for ((object, length), found) in objects.iter().zip(lengths).zip(&mut found) {
+            let asked = objects.iter().zip(&mut found).skip(at);
+            for ((object, found), length) in asked.zip(lengths) {
                 if found.is_none() && length.is_some() {
                     places.insert(object.key.clone(), Arc::clone(&peer));
                     *found = length;

@@ -31,12 +31,15 @@ pub struct PeersOptions {
     pub common: RespOptions,
     /// Deadlines and breaker of each peer. A lookup is answered within its deadline, or not at all.
     pub guards: Guards,
+    /// Deadline of a lookup of the tier, which asks a peer once for each 128 objects.
+    pub lookup_timeout: Duration,
 }
 
 impl PeersOptions {
     /// Returns the options of the tier with these peers, and a time for the answer to a lookup.
     #[must_use]
     pub fn new(peers: Vec<(String, u16)>, first_byte: Duration) -> Self {
+        let guards = Guards::default();
         let nowhere = Address::Tcp(String::new(), 0);
         Self {
             peers,
@@ -49,10 +52,11 @@ impl PeersOptions {
                 request_timeout: REQUEST_TIMEOUT,
                 ..RespOptions::new(nowhere)
             },
+            lookup_timeout: first_byte.max(guards.lookup_timeout),
             guards: Guards {
                 lookup_timeout: first_byte,
                 retries: 0,
-                ..Guards::default()
+                ..guards
             },
         }
     }
@@ -75,6 +79,7 @@ impl PeersOptions {
             password,
             ..made.common
         };
+        made.lookup_timeout = config.guards.lookup_timeout;
         made.guards = Guards {
             lookup_timeout: first_byte,
             retries: 0,
@@ -141,6 +146,15 @@ fn check(options: &Options) -> Result<(), ConfigError> {
     tls::check_enabled(options)
 }
 
+fn check_guards(options: &Options, guards: &Guards) -> Result<(), ConfigError> {
+    let most = guards.lookup_timeout.as_millis();
+    if u128::from(options.get::<u64>("first_byte_ms")) > most {
+        let allowed = format!("at most \"lookup_timeout_ms\", which is {most}");
+        return Err(options.refuse("first_byte_ms", &allowed));
+    }
+    Ok(())
+}
+
 fn open(config: &AdapterConfig, _: &Registry) -> Result<Arc<dyn Adapter>, L2Error> {
     let options = PeersOptions::of(config);
     if let Some(tls) = &options.common.tls {
@@ -157,4 +171,5 @@ pub const PEERS: AdapterType = AdapterType::new(
     KEYS,
     open,
 )
-.check(check);
+.check(check)
+.guarding_parts(check_guards);

@@ -221,6 +221,92 @@ async fn dead_and_refusing_peers_are_misses_and_health_stays() {
     }
 }
 
+/// Opens the tier of a configuration, guards included.
+fn opened(config: &Json) -> Arc<dyn kvtier_l2::Adapter> {
+    let registry = kvtier_l2::Registry::of(&[PEERS]);
+    registry.open(&registry.parse(config).unwrap()).unwrap()
+}
+
+#[tokio::test]
+async fn failures_of_a_peer_do_not_turn_off_the_others() {
+    let (theirs, ours) = (object(1, 200_000), object(2, 200_000));
+    let bad = Held::new(1 << 20, [theirs.clone()]);
+    let good = Held::new(1 << 20, [ours.clone()]);
+    let proxy = Proxy::start(port(&bad).await).await;
+    let peers = [proxy.port, port(&good).await].map(|port| format!("127.0.0.1:{port}"));
+    let adapter = opened(&json!({
+        "type": "peers",
+        "peers": peers,
+        "first_byte_ms": 30_000,
+        "lookup_timeout_ms": 30_000,
+        "load_timeout_ms": 500,
+        "breaker_failures": 1,
+        "breaker_pause_ms": 30_000,
+        "breaker_pause_max_ms": 30_000,
+    }));
+    while adapter.status()["connected_peers"] != 2 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let both = vec![theirs.clone(), ours.clone()];
+    let found = adapter.lookup(both).await.unwrap();
+    assert!(found.iter().all(Option::is_some));
+    proxy.fault.send_replace(Fault::Freeze);
+    let memory = Memory::new(4 << 20);
+    assert!(load(&*adapter, &memory, &[theirs]).await[0].is_err());
+    assert_eq!(kinds(load(&*adapter, &memory, &[ours]).await), [None]);
+    adapter.close().await;
+}
+
+#[tokio::test]
+async fn lookup_ends_in_time_with_what_has_arrived() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            tokio::spawn(async move {
+                let mut bytes = Vec::new();
+                let _ = stream.read_buf(&mut bytes).await;
+                let _ = stream.write_all(b"+PONG\r\n").await;
+                // The first 128 questions are answered, the others are not.
+                let mut answers = b":10\r\n".repeat(128);
+                while stream.read_buf(&mut bytes).await.is_ok_and(|got| got > 0) {
+                    let questions = bytes.windows(6).filter(|word| word == b"STRLEN");
+                    if questions.count() >= 128 {
+                        let _ = stream.write_all(&std::mem::take(&mut answers)).await;
+                    }
+                }
+            });
+        }
+    });
+    let mut options = adapter(&[port], PATIENCE).options().clone();
+    options.common.request_timeout = PATIENCE;
+    options.lookup_timeout = Duration::from_secs(1);
+    let adapter = PeersAdapter::open(options);
+    connected(&adapter, 1).await;
+    let objects = (0..130).map(|number| object(number, 10)).collect();
+    let began = Instant::now();
+    let found = adapter.lookup(objects).await.unwrap();
+    assert!(began.elapsed() < PATIENCE / 2);
+    let is_known = |number: usize| number < 128;
+    for (number, found) in found.iter().enumerate() {
+        assert_eq!(found.is_some(), is_known(number), "{number}");
+    }
+}
+
+#[test]
+fn time_for_an_answer_is_within_that_of_a_lookup() {
+    let registry = kvtier_l2::Registry::of(&[PEERS]);
+    let mut config = json!({"type": "peers", "peers": ["a:1"], "first_byte_ms": 1000});
+    registry.parse(&config).unwrap();
+    config["first_byte_ms"] = json!(1001);
+    let line = registry.parse(&config).unwrap_err().to_string();
+    assert_eq!(
+        line,
+        r#"type "peers": key "first_byte_ms": 1001 is not allowed; give at most "lookup_timeout_ms", which is 1000"#
+    );
+}
+
 // proves: docs/l2.md#reading-from-peers
 #[tokio::test]
 async fn frozen_peer_is_not_asked_once_its_breaker_opens() {

@@ -19,6 +19,7 @@ use crate::config::{
     refuse_rest,
 };
 use crate::error::L2Error;
+use crate::wrap::Guards;
 use crate::{Adapter, redact, transform, wrap};
 
 pub use translation::{Translated, Translation};
@@ -35,9 +36,13 @@ pub struct AdapterType {
     keys: &'static [Key],
     translation: Translation,
     check: fn(&Options) -> Result<(), ConfigError>,
+    guards_parts: Option<CheckGuards>,
     ineffective: Ineffective,
     open: Open,
 }
+
+/// Checks the guards of a configuration against its other keys.
+pub type CheckGuards = fn(&Options, &Guards) -> Result<(), ConfigError>;
 
 /// Returns the keys of a configuration that are set without effect, each with the reason: "persist_enabled changes nothing:
 /// ...". The function returns whether a key is set.
@@ -62,6 +67,7 @@ impl AdapterType {
             keys,
             translation: Translation::NONE,
             check: |_| Ok(()),
+            guards_parts: None,
             ineffective: |_, _| Vec::new(),
             open,
         }
@@ -95,6 +101,15 @@ impl AdapterType {
     #[must_use]
     pub const fn check(self, check: fn(&Options) -> Result<(), ConfigError>) -> Self {
         Self { check, ..self }
+    }
+
+    /// Has no breaker and no retries around it: its parts have guards of their own, and one part could turn off the others.
+    #[must_use]
+    pub const fn guarding_parts(self, check: CheckGuards) -> Self {
+        Self {
+            guards_parts: Some(check),
+            ..self
+        }
     }
 
     /// Adds warnings about keys without effect.
@@ -228,6 +243,9 @@ impl Registry {
         let translated = kind.translation.apply(&owner, &mut map)?;
         let options = Options::take_with(&owner, kind.keys, &mut map, &|inner| self.parse(inner))?;
         (kind.check)(&options)?;
+        if let Some(check) = kind.guards_parts {
+            check(&options, &common.guards)?;
+        }
         if let Some(inner) = options.find::<&AdapterConfig>("inner")
             && !inner.serde.is_empty()
             && inner.serde != common.serde
@@ -319,17 +337,24 @@ impl Registry {
     /// Those of the adapter's constructor.
     pub fn open(&self, config: &AdapterConfig) -> Result<Arc<dyn Adapter>, L2Error> {
         let adapter = self.open_bare(config)?;
+        let mut guards = config.guards;
+        if self
+            .find(config.kind)
+            .is_some_and(|kind| kind.guards_parts.is_some())
+        {
+            (guards.retries, guards.breaker_failures) = (0, 0);
+        }
         if config.serde.is_empty() {
-            return Ok(wrap::guard(adapter, &config.guards));
+            return Ok(wrap::guard(adapter, &guards));
         }
         // Checksums are those of the transformed bytes, which may be all that can be compared.
         let checked = if transform::verifies(&config.serde) {
             adapter
         } else {
-            wrap::checked(adapter, &config.guards)
+            wrap::checked(adapter, &guards)
         };
         let transformed = transform::transformed(checked, &config.serde)?;
-        Ok(wrap::limited(transformed, &config.guards))
+        Ok(wrap::limited(transformed, &guards))
     }
 
     /// Opens an adapter without guards and transformations, to be wrapped by another one.
