@@ -108,7 +108,14 @@ pub(super) fn read_load(
     };
     let needs_layout = needs_layout(adapter, &item.object);
     let sum = adapter.counters.expected_sum(companion, needs_layout);
-    let Some(sum) = sum.map_err(|(kind, what)| node.error(kind, &what))? else {
+    let sum = sum.map_err(|(kind, what)| match kind {
+        // Readers of peers tell it from an object that was evicted.
+        ErrorKind::NotFound if adapter.options.read_only => {
+            node.error(ErrorKind::Unreadable, &what)
+        }
+        _ => node.error(kind, &what),
+    });
+    let Some(sum) = sum? else {
         count(&adapter.counters.unverified);
         return Ok(Loaded { verified: false });
     };

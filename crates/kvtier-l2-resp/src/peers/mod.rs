@@ -38,6 +38,12 @@ const RESOLVE_INTERVAL: Duration = Duration::from_secs(5);
 /// Objects whose peers are remembered, from a lookup to its loads.
 const MAX_PLACES: usize = 1 << 16;
 
+/// How long a peer counts only where no other has an object, after a load from it failed.
+const DISTRUST: Duration = Duration::from_secs(60);
+
+/// A part of a lookup: the peer, the first object that it was asked about, and the lengths that it has.
+type Answer = (Arc<Peer>, usize, Vec<Option<u64>>);
+
 /// A server that is read from.
 struct Peer {
     /// Where it was found.
@@ -46,12 +52,15 @@ struct Peer {
     adapter: Arc<dyn Adapter>,
     /// When it last answered, in nanoseconds of the tier; 0 is never.
     answered_at: AtomicU64,
+    /// When a load from it last failed, likewise.
+    failed_at: AtomicU64,
 }
 
 /// What the tier and the task that resolves names share.
 struct Known {
     options: PeersOptions,
     peers: Mutex<Vec<Arc<Peer>>>,
+    places: Mutex<HashMap<ObjectKey, Arc<Peer>>>,
 }
 
 /// Adapter of other servers.
@@ -61,7 +70,6 @@ pub struct PeersAdapter {
     started: Instant,
     /// Peers that have answered in none of the last lookups get their turn.
     turn: AtomicU64,
-    places: Mutex<HashMap<ObjectKey, Arc<Peer>>>,
 }
 
 impl PeersAdapter {
@@ -71,13 +79,13 @@ impl PeersAdapter {
         let known = Arc::new(Known {
             options,
             peers: Mutex::default(),
+            places: Mutex::default(),
         });
         Self {
             resolver: tokio::spawn(resolve(Arc::clone(&known))),
             known,
             started: Instant::now(),
             turn: AtomicU64::new(0),
-            places: Mutex::default(),
         }
     }
 
@@ -100,12 +108,40 @@ impl PeersAdapter {
         peers
     }
 
+    /// Time of the tier in nanoseconds; never 0.
+    fn now(&self) -> u64 {
+        let now = u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        now.max(1)
+    }
+
+    fn is_distrusted(&self, peer: &Peer) -> bool {
+        let failed = peer.failed_at.load(Ordering::Relaxed);
+        failed > 0 && Duration::from_nanos(self.now().saturating_sub(failed)) < DISTRUST
+    }
+
+    /// Takes the lengths that are not known yet; notes the peer with each.
+    fn note(&self, objects: &[ObjectSpec], found: &mut [Option<u64>], answer: Answer) {
+        let (peer, at, lengths) = answer;
+        let mut places = self.known.places.lock();
+        if places.len() + lengths.len() > MAX_PLACES {
+            places.clear();
+        }
+        let asked = objects.iter().zip(found).skip(at);
+        for ((object, found), length) in asked.zip(lengths) {
+            if found.is_none() && length.is_some() {
+                places.insert(object.key.clone(), Arc::clone(&peer));
+                *found = length;
+            }
+        }
+    }
+
     /// The lengths that peers have; notes the first peer with each. Ends early once all are known, or with what has arrived
     /// shortly before its deadline.
     async fn ask(&self, objects: Vec<ObjectSpec>) -> Vec<Option<u64>> {
         let until = Instant::now() + self.known.options.lookup_timeout * 9 / 10;
         let mut found = vec![None; objects.len()];
-        let (told, mut answers) = mpsc::unbounded_channel();
+        let (told, mut answers) = mpsc::unbounded_channel::<Answer>();
+        let mut doubtful = Vec::new();
         let mut calls = JoinSet::new();
         for peer in self.asked() {
             let (objects, told) = (objects.clone(), told.clone());
@@ -123,24 +159,19 @@ impl PeersAdapter {
             });
         }
         drop(told);
-        while let Ok(Some((peer, at, lengths))) = timeout_at(until, answers.recv()).await {
-            let now = u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX);
-            peer.answered_at.store(now.max(1), Ordering::Relaxed);
-            let mut places = self.places.lock();
-            if places.len() + lengths.len() > MAX_PLACES {
-                places.clear();
+        while let Ok(Some(answer)) = timeout_at(until, answers.recv()).await {
+            answer.0.answered_at.store(self.now(), Ordering::Relaxed);
+            if self.is_distrusted(&answer.0) {
+                doubtful.push(answer);
+                continue;
             }
-            let asked = objects.iter().zip(&mut found).skip(at);
-            for ((object, found), length) in asked.zip(lengths) {
-                if found.is_none() && length.is_some() {
-                    places.insert(object.key.clone(), Arc::clone(&peer));
-                    *found = length;
-                }
-            }
-            drop(places);
+            self.note(&objects, &mut found, answer);
             if found.iter().all(Option::is_some) {
                 break;
             }
+        }
+        for answer in doubtful {
+            self.note(&objects, &mut found, answer);
         }
         found
     }
@@ -148,7 +179,7 @@ impl PeersAdapter {
     /// The peer of each object, by a lookup where none has told yet.
     async fn places_of(&self, batch: &[LoadItem]) -> Vec<Option<Arc<Peer>>> {
         let known = || -> Vec<_> {
-            let places = self.places.lock();
+            let places = self.known.places.lock();
             let place = |item: &LoadItem| places.get(&item.object.key).cloned();
             batch.iter().map(place).collect()
         };
@@ -195,6 +226,10 @@ async fn resolve(known: Arc<Known>) {
                 }
             }
         }
+        let is_gone = |peer: &Arc<Peer>| !peers.iter().any(|it| Arc::ptr_eq(it, peer));
+        if before.iter().any(is_gone) {
+            known.places.lock().retain(|_, peer| !is_gone(peer));
+        }
         *known.peers.lock() = peers;
         sleep(RESOLVE_INTERVAL).await;
     }
@@ -217,6 +252,7 @@ impl Peer {
             address,
             adapter: wrap::guard(Arc::new(adapter), &from.guards),
             answered_at: AtomicU64::new(0),
+            failed_at: AtomicU64::new(0),
         })
     }
 }
@@ -271,15 +307,23 @@ impl Adapter for PeersAdapter {
             let mut calls = JoinSet::new();
             for (peer, items) in by_peer {
                 let own = items.iter().map(|at| batch[*at].clone()).collect();
-                calls.spawn(async move { (items, peer.adapter.load(own).await) });
+                calls.spawn(async move {
+                    let loaded = peer.adapter.load(own).await;
+                    (peer, items, loaded)
+                });
             }
             let absent = L2Error::new(ErrorKind::NotFound, "no peer has the object");
             let mut results: Vec<_> = batch.iter().map(|_| Err(absent.clone())).collect();
             while let Some(call) = calls.join_next().await {
-                let Ok((items, loaded)) = call else { continue };
+                let Ok((peer, items, loaded)) = call else {
+                    continue;
+                };
                 for (at, result) in items.into_iter().zip(loaded) {
-                    if result.is_err() {
-                        self.places.lock().remove(&batch[at].object.key);
+                    if let Err(error) = &result {
+                        self.known.places.lock().remove(&batch[at].object.key);
+                        if is_fault_of_peer(error.kind()) {
+                            peer.failed_at.store(self.now(), Ordering::Relaxed);
+                        }
                     }
                     results[at] = result.map_err(as_miss);
                 }
@@ -333,7 +377,7 @@ impl Adapter for PeersAdapter {
         Box::pin(async {
             self.resolver.abort();
             let peers = std::mem::take(&mut *self.known.peers.lock());
-            self.places.lock().clear();
+            self.known.places.lock().clear();
             let mut closes = JoinSet::new();
             for peer in peers {
                 closes.spawn(async move { peer.adapter.close().await });
@@ -341,6 +385,13 @@ impl Adapter for PeersAdapter {
             closes.join_all().await;
         })
     }
+}
+
+/// Whether a failed load says that its peer claims what it does not give: neither that an object was evicted, nor a limit
+/// of this side.
+fn is_fault_of_peer(kind: ErrorKind) -> bool {
+    use ErrorKind::{Busy, Deadline, Memory, NotFound};
+    !matches!(kind, NotFound | Deadline | Busy | Memory)
 }
 
 /// The failure of a peer as a miss: it says nothing of the others. Only while its call may still write is it told as it is.

@@ -34,6 +34,8 @@ enum Fault {
     None,
     /// Nothing is passed on any more.
     Freeze,
+    /// Nothing is passed on until there is another fault, or none.
+    Wait,
     /// Each part takes longer than it may.
     Slow,
     /// Values end within.
@@ -63,7 +65,7 @@ impl Proxy {
                 let ((mut from_near, mut to_near), (mut from_far, mut to_far)) =
                     (near.into_split(), far.into_split());
                 tokio::spawn(async move { tokio::io::copy(&mut from_near, &mut to_far).await });
-                let told = told.clone();
+                let mut told = told.clone();
                 tokio::spawn(async move {
                     let mut part = vec![0; 1 << 16];
                     loop {
@@ -71,9 +73,12 @@ impl Proxy {
                             return;
                         };
                         let part = &mut part[..got];
-                        let fault = *told.borrow();
+                        let passes = |fault: &Fault| *fault != Fault::Wait;
+                        let Ok(fault) = told.wait_for(passes).await.map(|fault| *fault) else {
+                            return;
+                        };
                         match fault {
-                            Fault::None => {}
+                            Fault::None | Fault::Wait => {}
                             Fault::Freeze => std::future::pending().await,
                             Fault::Slow => tokio::time::sleep(Duration::from_secs(2)).await,
                             Fault::Cut if got > 100 => {
@@ -217,6 +222,43 @@ async fn dead_and_refusing_peers_are_misses_and_health_stays() {
         let found = adapter.lookup(vec![one.clone()]).await.unwrap();
         assert_eq!(found[0].is_some(), is_found, "{password}");
         assert_eq!(adapter.status()["is_healthy"], true);
+        adapter.close().await;
+    }
+}
+
+// proves: docs/l2.md#reading-from-peers
+#[tokio::test]
+async fn peer_that_only_claims_objects_hides_no_other() {
+    let one = object(1, 200_000);
+    let mut other = one.clone();
+    other.layout ^= 1;
+    let memory = Memory::new(4 << 20);
+    let one = [one];
+    for (theirs, fault) in [(one[0].clone(), Fault::Garble), (other, Fault::None)] {
+        let liar = Proxy::start(port(&Held::new(4 << 20, [theirs])).await).await;
+        let honest = Proxy::start(port(&Held::new(4 << 20, one.clone())).await).await;
+        let mut options = adapter(&[liar.port, honest.port], PATIENCE)
+            .options()
+            .clone();
+        options.common.request_timeout = PATIENCE;
+        let adapter = PeersAdapter::open(options);
+        connected(&adapter, 2).await;
+        // The first claim is the wrong one.
+        honest.fault.send_replace(Fault::Wait);
+        assert!(adapter.lookup(one.to_vec()).await.unwrap()[0].is_some());
+        liar.fault.send_replace(fault);
+        assert!(load(&adapter, &memory, &one).await[0].is_err());
+        liar.fault.send_replace(Fault::None);
+        // It is the first again, and the other one is waited for.
+        let mut lookup = adapter.lookup(one.to_vec());
+        let early = tokio::time::timeout(Duration::from_millis(200), &mut lookup);
+        assert!(early.await.is_err());
+        honest.fault.send_replace(Fault::None);
+        assert!(lookup.await.unwrap()[0].is_some());
+        assert_eq!(kinds(load(&adapter, &memory, &one).await), [None]);
+        // Without an answer of the other one it is believed.
+        honest.fault.send_replace(Fault::Noise);
+        assert!(adapter.lookup(one.to_vec()).await.unwrap()[0].is_some());
         adapter.close().await;
     }
 }
