@@ -301,7 +301,9 @@ class Engine:
         """Unregister and disconnect everything; a second call does nothing."""
         if self.context.closed:
             return
-        if not self.server.running():
+        # A server of another process has only its address here.
+        running = getattr(self.server, "running", lambda: True)
+        if not running():
             # An adapter waits this long for the answer to its unregistration.
             for adapter in (self.scheduler, *(worker.adapter for worker in self.workers)):
                 adapter._mq_timeout = 0.1

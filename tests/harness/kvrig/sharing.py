@@ -67,7 +67,7 @@ def main():
         what, mode, name = line.split()
         if mode not in engines:
             groups = [Group(layouts.layout(layout))]
-            server = SimpleNamespace(url=url, chunk=CHUNK, running=lambda: True)
+            server = SimpleNamespace(url=url, chunk=CHUNK)
             engines[mode] = kind(server, mode, groups, f"test/{side}/{mode}", process=len(engines))
         {"store": store, "load": load}[what](engines[mode], name, side == "cpu")
         print("done", line.strip(), flush=True)

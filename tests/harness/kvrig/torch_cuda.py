@@ -100,7 +100,7 @@ def lmcache_engine(url, name):
     from .layouts import layout
     from .torch_gpu import TorchEngine
 
-    server = SimpleNamespace(url=url, chunk=16, running=lambda: True)
+    server = SimpleNamespace(url=url, chunk=16)
     return TorchEngine(server, "lmcache_driven", groups=[Group(layout(name))], mla=name == "mla", model=f"models/{name}")
 
 
