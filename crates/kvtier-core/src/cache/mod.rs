@@ -276,12 +276,23 @@ impl<A: ExtentAllocator> Cache<A> {
         })
     }
 
+    /// Tells who awaits events that there are some.
+    #[cold]
+    fn wake(&self) {
+        if let Some(wake) = self.shared.wake.get() {
+            wake();
+        }
+    }
+
     /// Runs one step under the lock.
+    #[inline]
     fn locked<T>(&self, step: impl FnOnce(&mut CacheState<A>) -> T) -> T {
         let mut state = self.shared.state.lock();
         let result = step(&mut state);
-        let events = state.events.as_mut();
-        let must_wake = events.is_some_and(|log| std::mem::take(&mut log.must_wake));
+        let must_wake = match &mut state.events {
+            Some(log) => std::mem::take(&mut log.must_wake),
+            None => false,
+        };
         let mut broken = None;
         // A second panic while one unwinds would abort the process without a message.
         let checks = cfg!(debug_assertions) && !std::thread::panicking();
@@ -293,8 +304,8 @@ impl<A: ExtentAllocator> Cache<A> {
         }
         drop(state);
         assert!(broken.is_none(), "{broken:?}");
-        if must_wake && let Some(wake) = self.shared.wake.get() {
-            wake();
+        if must_wake {
+            self.wake();
         }
         result
     }
