@@ -103,7 +103,9 @@ fn server_ends_beside_a_peer_that_does_not_read() {
 /// A server that reads from the other one.
 fn reader_of(server: &TestServer, flags: &[&str]) -> TestServer {
     let peer = server.peer_address().unwrap();
-    let tier = format!(r#"{{"type":"peers","peers":["{peer}"],"first_byte_ms":30000,"lookup_timeout_ms":30000}}"#);
+    let tier = format!(
+        r#"{{"type":"peers","peers":["{peer}"],"first_byte_ms":30000,"lookup_timeout_ms":30000}}"#
+    );
     let reader = with_tiers(&[&tier], flags);
     wait_until("a connection to the peer", || {
         let status = request(&reader, "GET", "/status", "").2;
