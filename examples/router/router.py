@@ -27,6 +27,7 @@ CONNECT_SECONDS = 2.0
 # What the rank of a host is made of.
 FIELDS = ("hit_tokens", "hit_tokens_l1", "chunks", "chunk_size")
 BODY_LIMIT = 64 << 20
+TOLD_LIMIT = 1000
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
 Host = namedtuple("Host", "engine server")
@@ -92,13 +93,13 @@ class Router:
             status, _ = await read_head(reader)
             answer = await reader.read()
             if status.split()[1] != b"200":
-                raise ValueError(f"{server}: {answer.decode(errors='replace')}")
+                raise ValueError(answer.decode(errors="replace"))
             found = json.loads(answer)
             try:
                 counts = {name: int(found[name]) for name in FIELDS}
-                return {**counts, "sessions": int(found["load"]["active_sessions"])}
-            except (KeyError, TypeError) as error:
-                raise ValueError(f"{server}: no answer to /prefix/match") from error
+                return {**counts, "sessions": int(found["load"]["active_sessions"]), "refused": found.get("refused")}
+            except (AttributeError, KeyError, TypeError) as error:
+                raise ValueError("no answer to /prefix/match") from error
         finally:
             writer.close()
 
@@ -119,18 +120,28 @@ class Router:
         for task in asked:
             task.cancel()
         await asyncio.wait(asked)
-        answers = {number: task for number, task in enumerate(asked) if not task.cancelled()}
-        for task in answers.values():
-            if isinstance(task.exception(), ValueError) and str(task.exception()) not in self.told:
-                self.told.add(str(task.exception()))
-                print(task.exception(), file=sys.stderr)
-        return {number: task.result() for number, task in answers.items() if not task.exception()}
+        answers = {}
+        for number, task in enumerate(asked):
+            error = asyncio.TimeoutError("no answer in time") if task.cancelled() else task.exception()
+            if error is None:
+                answers[number] = task.result()
+                error = answers[number]["refused"]
+            if error is not None:
+                self.tell(f"{self.hosts[number].server}: {error}")
+        return answers
+
+    def tell(self, line):
+        """Reports a line once."""
+        if line not in self.told and len(self.told) < TOLD_LIMIT:
+            self.told.add(line)
+            print(line, file=sys.stderr)
 
     async def ranked(self, body):
         """The hosts, the best first."""
         answers, turn, count = await self.matches(body), next(self.turns), len(self.hosts)
-        # A host without an answer has nothing, and is taken for busier than the others.
-        none = {**dict.fromkeys(FIELDS, 0), "sessions": float("inf")}
+        # A host without an answer has nothing, and takes turns with the least busy ones: only its server may be away.
+        sessions = min((answer["sessions"] for answer in answers.values()), default=0)
+        none = {**dict.fromkeys(FIELDS, 0), "sessions": sessions}
 
         def rank(number):
             found = answers.get(number, none)

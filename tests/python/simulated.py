@@ -478,7 +478,7 @@ class Simulation:
         state = self.ours._scheduling
         waits = any(state.adapter.has_lookup(name) and state.adapter.check_lookup_result(name) is None for name in self.scheduler.requests)
         waits = waits or any(each.wait is not None and not each.wait.has_ended for each in state.tracked.values())
-        return bool(self.scheduled or self.ahead or self.our_worker._loads or state.holds or waits)
+        return bool(self.scheduled or self.ahead or self.our_worker._loads or state.holds or state.in_flight_stores or waits)
 
     def _leave(self):
         """The last request with blocks leaves. In few blocks vLLM stalls when loaded requests have those that the first in its queue needs."""

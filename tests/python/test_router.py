@@ -192,6 +192,13 @@ def test_dead_and_frozen_servers_cost_their_hits_only(hosts):
         for _ in range(6):
             send(url, prompt)
         assert [after - first for first, after in zip(before, counts(hosts), strict=True)] == [2, 2, 2]
+    # The engine of a dead server takes turns with the others.
+    before = counts(hosts)
+    known = urls(hosts)
+    with router([(known[0][0], f"http://127.0.0.1:{free_port()}"), *known[1:]], "--budget-ms", LONG) as url:
+        for seed in range(6):
+            send(url, tokens(2 * CHUNK, 300 + seed))
+        assert [after - first for first, after in zip(before, counts(hosts), strict=True)] == [2, 2, 2]
 
 
 class Listing(BaseHTTPRequestHandler):

@@ -276,7 +276,7 @@ impl<A: ExtentAllocator> Cache<A> {
         })
     }
 
-    /// Tells who awaits events that there are some.
+    /// Wakes the reader that awaits events.
     #[cold]
     fn wake(&self) {
         if let Some(wake) = self.shared.wake.get() {
