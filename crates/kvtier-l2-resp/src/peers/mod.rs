@@ -46,7 +46,7 @@ type Answer = (Arc<Peer>, usize, Vec<Option<u64>>);
 
 /// A server that is read from.
 struct Peer {
-    /// Where it was found.
+    /// Name or address that the configuration gives.
     host: String,
     address: SocketAddr,
     adapter: Arc<dyn Adapter>,
@@ -89,7 +89,7 @@ impl PeersAdapter {
         }
     }
 
-    /// Its options.
+    /// The options of the tier.
     #[must_use]
     pub fn options(&self) -> &PeersOptions {
         &self.known.options

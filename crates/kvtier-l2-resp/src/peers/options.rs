@@ -27,7 +27,7 @@ const PASSWORD_VARIABLE: &str = "KVTIER_PEER_PASSWORD";
 pub struct PeersOptions {
     /// Hosts and ports; each address of a name is a peer.
     pub peers: Vec<(String, u16)>,
-    /// Those of each peer, without its address.
+    /// Options of the connection to each peer, whose address is filled in later.
     pub common: RespOptions,
     /// Deadlines and breaker of each peer. A lookup is answered within its deadline, or not at all.
     pub guards: Guards,

@@ -659,7 +659,7 @@ impl Metrics {
     /// Writes the text of `/metrics`.
     ///
     /// # Errors
-    /// Those of `out`.
+    /// An error of `out`.
     pub fn encode_to(&self, readings: &Readings, out: &mut impl fmt::Write) -> fmt::Result {
         let set = |gauge: &Gauge, value: u64| {
             gauge.set(i64::try_from(value).unwrap_or(i64::MAX));

@@ -45,7 +45,7 @@ pub struct PrefetchRequest {
     pub rows: Arc<[GroupRow]>,
     /// The chunks.
     pub hashes: Arc<[ChunkHash]>,
-    /// Their tokens, if those that are loaded are to be announced.
+    /// Tokens of the chunks, if those that are loaded are to be announced.
     pub tokens: Option<Arc<ChunkTokens>>,
     /// What of its lookup is counted already.
     pub counted: Counted,
