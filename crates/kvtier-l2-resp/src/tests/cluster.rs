@@ -391,34 +391,28 @@ async fn primary_that_dies_costs_its_own_objects_until_its_replica_takes_over() 
 // proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn nodes_that_send_keys_in_circles_are_left() {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let port = listener.local_addr().unwrap().port();
-    tokio::spawn(async move {
-        loop {
-            let (mut stream, _) = listener.accept().await.unwrap();
-            tokio::spawn(async move {
-                let mut bytes = vec![0; 65536];
-                while let Ok(got @ 1..) = stream.read(&mut bytes).await {
-                    let asked = String::from_utf8_lossy(&bytes[..got]).into_owned();
-                    let slots =
-                        format!("*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:{port}\r\n");
-                    let moved = format!("-MOVED 1 127.0.0.1:{port}\r\n");
-                    let mut said = String::new();
-                    for word in asked.split("\r\n") {
-                        match word {
-                            "PING" => said.push_str("+PONG\r\n"),
-                            "CLUSTER" => said.push_str(&slots),
-                            "STRLEN" | "GET" | "EXPIRE" => said.push_str(&moved),
-                            _ => {}
-                        }
-                    }
-                    if stream.write_all(said.as_bytes()).await.is_err() {
-                        return;
-                    }
+    let port = listen(|mut stream| async move {
+        let port = stream.local_addr().unwrap().port();
+        let mut bytes = vec![0; 65536];
+        while let Ok(got @ 1..) = stream.read(&mut bytes).await {
+            let asked = String::from_utf8_lossy(&bytes[..got]).into_owned();
+            let slots = format!("*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:{port}\r\n");
+            let moved = format!("-MOVED 1 127.0.0.1:{port}\r\n");
+            let mut said = String::new();
+            for word in asked.split("\r\n") {
+                match word {
+                    "PING" => said.push_str("+PONG\r\n"),
+                    "CLUSTER" => said.push_str(&slots),
+                    "STRLEN" | "GET" | "EXPIRE" => said.push_str(&moved),
+                    _ => {}
                 }
-            });
+            }
+            if stream.write_all(said.as_bytes()).await.is_err() {
+                return;
+            }
         }
-    });
+    })
+    .await;
     let options = RespOptions {
         cluster_mode: true,
         ..RespOptions::new(Address::Tcp("127.0.0.1".into(), port))

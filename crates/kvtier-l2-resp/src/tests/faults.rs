@@ -13,22 +13,18 @@ use kvtier_l2::conformance::object;
 /// An adapter of a server that greets, and then answers whatever it gets on each further connection with `said`, once. It
 /// closes the connection if `closes`.
 async fn adapter_of(said: Vec<u8>, closes: bool) -> RespAdapter {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let port = listener.local_addr().unwrap().port();
-    tokio::spawn(async move {
-        loop {
-            let (mut stream, _) = listener.accept().await.unwrap();
-            let said = said.clone();
-            tokio::spawn(async move {
-                let mut bytes = vec![0; 65536];
-                let _ = stream.read(&mut bytes).await;
-                let _ = stream.write_all(b"+PONG\r\n").await;
-                let _ = stream.read(&mut bytes).await;
-                let _ = stream.write_all(&said).await;
-                while !closes && stream.read(&mut bytes).await.is_ok_and(|got| got > 0) {}
-            });
+    let port = listen(move |mut stream| {
+        let said = said.clone();
+        async move {
+            let mut bytes = vec![0; 65536];
+            let _ = stream.read(&mut bytes).await;
+            let _ = stream.write_all(b"+PONG\r\n").await;
+            let _ = stream.read(&mut bytes).await;
+            let _ = stream.write_all(&said).await;
+            while !closes && stream.read(&mut bytes).await.is_ok_and(|got| got > 0) {}
         }
-    });
+    })
+    .await;
     let options = RespOptions {
         num_workers: 1,
         companion_sums: false,
@@ -125,30 +121,24 @@ async fn value_that_is_much_longer_is_a_miss_and_costs_the_connection() {
 // proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn dripping_and_frozen_servers_are_left_whatever_else_is_asked() {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let port = listener.local_addr().unwrap().port();
-    tokio::spawn(async move {
+    let port = listen(|mut stream| async move {
+        let mut bytes = vec![0; 65536];
+        let _ = stream.read(&mut bytes).await;
+        let _ = stream.write_all(b"+PONG\r\n").await;
+        let _ = stream.read(&mut bytes).await;
+        let is_load = bytes.starts_with(b"*2\r\n$3\r\nGET");
+        let _ = stream
+            .write_all(if is_load { b"$1000\r\n" } else { b"" })
+            .await;
         loop {
-            let (mut stream, _) = listener.accept().await.unwrap();
-            tokio::spawn(async move {
-                let mut bytes = vec![0; 65536];
-                let _ = stream.read(&mut bytes).await;
-                let _ = stream.write_all(b"+PONG\r\n").await;
-                let _ = stream.read(&mut bytes).await;
-                let is_load = bytes.starts_with(b"*2\r\n$3\r\nGET");
-                let _ = stream
-                    .write_all(if is_load { b"$1000\r\n" } else { b"" })
-                    .await;
-                loop {
-                    // A byte of a body now and then, and nothing else.
-                    tokio::time::sleep(Duration::from_millis(50)).await;
-                    if is_load && stream.write_all(b"x").await.is_err() {
-                        return;
-                    }
-                }
-            });
+            // A byte of a body now and then, and nothing else.
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            if is_load && stream.write_all(b"x").await.is_err() {
+                return;
+            }
         }
-    });
+    })
+    .await;
     let options = RespOptions {
         num_workers: 1,
         companion_sums: false,
@@ -206,21 +196,15 @@ async fn error_inside_of_a_pipeline_costs_its_own_item() {
 
 #[tokio::test]
 async fn scan_whose_cursor_repeats_fails() {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let port = listener.local_addr().unwrap().port();
-    tokio::spawn(async move {
-        loop {
-            let (mut stream, _) = listener.accept().await.unwrap();
-            tokio::spawn(async move {
-                let mut bytes = vec![0; 65536];
-                let mut said = &b"+PONG\r\n"[..];
-                while stream.read(&mut bytes).await.is_ok_and(|got| got > 0) {
-                    let _ = stream.write_all(said).await;
-                    said = b"*2\r\n$1\r\n7\r\n*0\r\n";
-                }
-            });
+    let port = listen(|mut stream| async move {
+        let mut bytes = vec![0; 65536];
+        let mut said = &b"+PONG\r\n"[..];
+        while stream.read(&mut bytes).await.is_ok_and(|got| got > 0) {
+            let _ = stream.write_all(said).await;
+            said = b"*2\r\n$1\r\n7\r\n*0\r\n";
         }
-    });
+    })
+    .await;
     let options = RespOptions {
         num_workers: 1,
         ..RespOptions::new(Address::Tcp("127.0.0.1".into(), port))
@@ -237,40 +221,36 @@ async fn scan_whose_cursor_repeats_fails() {
 #[tokio::test]
 async fn large_objects_are_asked_for_one_after_the_other() {
     const LEN: usize = 1 << 20;
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let port = listener.local_addr().unwrap().port();
     // Numbers of commands that were there when each reply began, and was half sent.
     let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
-    tokio::spawn(async move {
-        loop {
-            let (mut stream, _) = listener.accept().await.unwrap();
-            let tell = tell.clone();
-            tokio::spawn(async move {
-                let mut bytes = vec![0; 65536];
-                let _ = stream.read(&mut bytes).await;
-                let _ = stream.write_all(b"+PONG\r\n").await;
-                let (mut asked, said) = (Vec::new(), value(LEN, LEN));
-                for answered in 0.. {
-                    while count_gets(&asked) == answered {
-                        match stream.read(&mut bytes).await {
-                            Ok(got) if got > 0 => asked.extend_from_slice(&bytes[..got]),
-                            _ => return,
-                        }
+    let port = listen(move |mut stream| {
+        let tell = tell.clone();
+        async move {
+            let mut bytes = vec![0; 65536];
+            let _ = stream.read(&mut bytes).await;
+            let _ = stream.write_all(b"+PONG\r\n").await;
+            let (mut asked, said) = (Vec::new(), value(LEN, LEN));
+            for answered in 0.. {
+                while count_gets(&asked) == answered {
+                    match stream.read(&mut bytes).await {
+                        Ok(got) if got > 0 => asked.extend_from_slice(&bytes[..got]),
+                        _ => return,
                     }
-                    let (first, second) = said.split_at(said.len() / 2);
-                    let _ = stream.write_all(first).await;
-                    // Whatever was sent by now has arrived.
-                    while let Ok(got) = stream.try_read(&mut bytes)
-                        && got > 0
-                    {
-                        asked.extend_from_slice(&bytes[..got]);
-                    }
-                    let _ = tell.send(count_gets(&asked) - answered);
-                    let _ = stream.write_all(second).await;
                 }
-            });
+                let (first, second) = said.split_at(said.len() / 2);
+                let _ = stream.write_all(first).await;
+                // Whatever was sent by now has arrived.
+                while let Ok(got) = stream.try_read(&mut bytes)
+                    && got > 0
+                {
+                    asked.extend_from_slice(&bytes[..got]);
+                }
+                let _ = tell.send(count_gets(&asked) - answered);
+                let _ = stream.write_all(second).await;
+            }
         }
-    });
+    })
+    .await;
     let options = RespOptions {
         num_workers: 1,
         companion_sums: false,

@@ -301,26 +301,20 @@ async fn failures_of_a_peer_do_not_turn_off_the_others() {
 
 #[tokio::test]
 async fn lookup_ends_in_time_with_what_has_arrived() {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let port = listener.local_addr().unwrap().port();
-    tokio::spawn(async move {
-        loop {
-            let (mut stream, _) = listener.accept().await.unwrap();
-            tokio::spawn(async move {
-                let mut bytes = Vec::new();
-                let _ = stream.read_buf(&mut bytes).await;
-                let _ = stream.write_all(b"+PONG\r\n").await;
-                // The first 128 questions are answered, the others are not.
-                let mut answers = b":10\r\n".repeat(128);
-                while stream.read_buf(&mut bytes).await.is_ok_and(|got| got > 0) {
-                    let questions = bytes.windows(6).filter(|word| word == b"STRLEN");
-                    if questions.count() >= 128 {
-                        let _ = stream.write_all(&std::mem::take(&mut answers)).await;
-                    }
-                }
-            });
+    let port = listen(|mut stream| async move {
+        let mut bytes = Vec::new();
+        let _ = stream.read_buf(&mut bytes).await;
+        let _ = stream.write_all(b"+PONG\r\n").await;
+        // The first 128 questions are answered, the others are not.
+        let mut answers = b":10\r\n".repeat(128);
+        while stream.read_buf(&mut bytes).await.is_ok_and(|got| got > 0) {
+            let questions = bytes.windows(6).filter(|word| word == b"STRLEN");
+            if questions.count() >= 128 {
+                let _ = stream.write_all(&std::mem::take(&mut answers)).await;
+            }
         }
-    });
+    })
+    .await;
     let mut options = adapter(&[port], PATIENCE).options().clone();
     options.common.request_timeout = PATIENCE;
     options.lookup_timeout = Duration::from_secs(1);
@@ -352,20 +346,14 @@ fn time_for_an_answer_is_within_that_of_a_lookup() {
 // proves: docs/l2.md#reading-from-peers
 #[tokio::test]
 async fn frozen_peer_is_not_asked_once_its_breaker_opens() {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let frozen = listener.local_addr().unwrap().port();
-    tokio::spawn(async move {
-        loop {
-            let (mut stream, _) = listener.accept().await.unwrap();
-            tokio::spawn(async move {
-                let mut bytes = vec![0; 65536];
-                let _ = stream.read(&mut bytes).await;
-                let _ = stream.write_all(b"+PONG\r\n").await;
-                // Nothing more is answered.
-                while stream.read(&mut bytes).await.is_ok_and(|got| got > 0) {}
-            });
-        }
-    });
+    let frozen = listen(|mut stream| async move {
+        let mut bytes = vec![0; 65536];
+        let _ = stream.read(&mut bytes).await;
+        let _ = stream.write_all(b"+PONG\r\n").await;
+        // Nothing more is answered.
+        while stream.read(&mut bytes).await.is_ok_and(|got| got > 0) {}
+    })
+    .await;
     let mut options = adapter(&[frozen], Duration::from_millis(20))
         .options()
         .clone();
