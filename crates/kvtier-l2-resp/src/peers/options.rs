@@ -39,7 +39,10 @@ impl PeersOptions {
     /// Returns the options of the tier with these peers, and a time for the answer to a lookup.
     #[must_use]
     pub fn new(peers: Vec<(String, u16)>, first_byte: Duration) -> Self {
-        let guards = Guards::default();
+        Self::guarded(peers, first_byte, Guards::default())
+    }
+
+    fn guarded(peers: Vec<(String, u16)>, first_byte: Duration, guards: Guards) -> Self {
         let nowhere = Address::Tcp(String::new(), 0);
         Self {
             peers,
@@ -64,7 +67,8 @@ impl PeersOptions {
     fn of(config: &AdapterConfig) -> Self {
         let options = &config.options;
         let first_byte = Duration::from_millis(options.get("first_byte_ms"));
-        let mut made = Self::new(hosts(options).flatten().collect(), first_byte);
+        let peers = hosts(options).flatten().collect();
+        let mut made = Self::guarded(peers, first_byte, config.guards);
         let password = match options.get::<&str>("password") {
             "" => std::env::var(PASSWORD_VARIABLE).unwrap_or_default(),
             given => given.to_owned(),
@@ -78,12 +82,6 @@ impl PeersOptions {
             username: options.get("username"),
             password,
             ..made.common
-        };
-        made.lookup_timeout = config.guards.lookup_timeout;
-        made.guards = Guards {
-            lookup_timeout: first_byte,
-            retries: 0,
-            ..config.guards
         };
         made
     }

@@ -9,7 +9,7 @@
 //! | a client that does not read | [`SEND_TIMEOUT`] for each [`SEND_BYTES`] |
 //! | what is kept of a request | [`requests::MAX_KEPT`] |
 //!
-//! The mutexes guard the settings of TLS and the time from which on bytes may be sent; no other lock is acquired inside.
+//! The mutex guards the settings of TLS; no other lock is acquired inside.
 
 mod requests;
 mod session;
@@ -21,7 +21,7 @@ use std::time::Duration;
 use kvtier_common::sync::Mutex;
 use kvtier_core::object_key::ObjectKey;
 use kvtier_l2::StoreItem;
-use kvtier_l2::net::{ServerTls, TlsError};
+use kvtier_l2::net::{Link, ServerTls, TlsError};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout};
@@ -82,28 +82,14 @@ pub struct ReadPort {
     objects: Arc<dyn ObjectSource>,
     password: String,
     tls: Option<PortTls>,
-    bandwidth: Option<Bandwidth>,
+    /// What all connections together may send.
+    bandwidth: Option<Link>,
 }
 
 /// Files of TLS, and what they held when they were last read.
 struct PortTls {
     files: ServerTls,
     read: Mutex<(Instant, Arc<ServerConfig>)>,
-}
-
-/// A bound of bytes per second.
-struct Bandwidth {
-    rate: u64,
-    free_at: Mutex<Instant>,
-}
-
-impl Bandwidth {
-    /// How long to wait after `bytes` were sent.
-    fn pause(&self, bytes: u64) -> Duration {
-        let (now, mut free_at) = (Instant::now(), self.free_at.lock());
-        *free_at = now.max(*free_at) + Duration::from_secs_f64(bytes as f64 / self.rate as f64);
-        *free_at - now
-    }
 }
 
 impl ReadPort {
@@ -126,10 +112,7 @@ impl ReadPort {
             objects,
             password: options.password,
             tls: tls.transpose()?,
-            bandwidth: options.bandwidth.map(|rate| Bandwidth {
-                rate: rate.max(1),
-                free_at: Mutex::new(Instant::now()),
-            }),
+            bandwidth: options.bandwidth.map(|rate| Link::new(rate.max(1) as f64)),
         }))
     }
 

@@ -1,6 +1,5 @@
 //! `mock`: objects in memory behind a link of a configured speed, for tests and for trying out a configuration.
 
-mod link;
 mod memory_store;
 #[cfg(test)]
 mod tests;
@@ -18,9 +17,9 @@ use crate::adapter::{
 };
 use crate::config::{AdapterConfig, GIB, Interval, Key};
 use crate::error::{ErrorKind, L2Error};
+use crate::net::Link;
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
 use crate::registry::{AdapterType, Registry};
-use link::Link;
 
 const KEYS: &[Key] = &[
     Key::number("max_size_gb", Interval::above(0.0), "Capacity for objects")

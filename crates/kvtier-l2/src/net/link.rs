@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use kvtier_common::sync::Mutex;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep};
 
 /// Shortest wait, as timers are not finer. Shorter times are added to later transfers.
 const TICK: Duration = Duration::from_millis(1);
@@ -15,31 +15,36 @@ const MAX_TRANSFER_TIME: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Link that all transfers share: each one waits for the time of those before it and its own.
 #[derive(Debug)]
-pub(super) struct Link {
+pub struct Link {
     bytes_per_second: f64,
     free_at: Mutex<Instant>,
 }
 
 impl Link {
-    pub(super) fn new(bytes_per_second: f64) -> Self {
+    /// A link that is free.
+    pub fn new(bytes_per_second: f64) -> Self {
         Self {
             bytes_per_second,
             free_at: Mutex::new(Instant::now()),
         }
     }
 
-    pub(super) async fn transfer(&self, bytes: u64) {
+    /// Takes the link for these bytes; returns how long it is until they are through.
+    pub fn take(&self, bytes: u64) -> Duration {
         let seconds = bytes as f64 / self.bytes_per_second;
         let time = Duration::try_from_secs_f64(seconds)
             .map_or(MAX_TRANSFER_TIME, |time| time.min(MAX_TRANSFER_TIME));
         let now = Instant::now();
-        let through = {
-            let mut free_at = self.free_at.lock();
-            *free_at = now.max(*free_at) + time;
-            *free_at
-        };
-        if through.duration_since(now) >= TICK {
-            sleep_until(through).await;
+        let mut free_at = self.free_at.lock();
+        *free_at = now.max(*free_at) + time;
+        *free_at - now
+    }
+
+    /// Waits until these bytes are through.
+    pub async fn transfer(&self, bytes: u64) {
+        let time = self.take(bytes);
+        if time >= TICK {
+            sleep(time).await;
         }
     }
 }
