@@ -20,6 +20,14 @@ def port():
     return free_port()
 
 
+@pytest.fixture
+def redis(tmp_path):
+    """An empty Redis, which ends after the servers that use it."""
+    server = Redis(tmp_path / "redis")
+    yield server
+    server.stop()
+
+
 def owner(port):
     """Flags of a server that peers read from."""
     return ["--peer-port", str(port), "--peer-password", PASSWORD]
@@ -65,29 +73,25 @@ def test_a_server_hits_what_only_its_peer_has(port, serve, engines, mode):
 
 
 # proves: docs/l2.md#the-port-for-peers
-def test_redis_cli_reads_what_the_resp_tier_writes(port, serve, engines, tmp_path):
+def test_redis_cli_reads_what_the_resp_tier_writes(port, redis, serve, engines):
     """Every key that the tier has in a real Redis, companions among them, has the same value here."""
-    redis = Redis(tmp_path / "redis")
-    try:
-        server = serve(flags=[*owner(port), *tiers.adapter("resp", host="127.0.0.1", port=redis.port)])
-        engine = engines(server)
-        tiers.store(engine, 1)
-        tiers.store(engine, 2, salt="alice")
-        tiers.settled(server)
-        keys = [key.decode() for key in redis.ask("KEYS", "*")]
-        assert len(keys) == 16 and sum(key.startswith("kvtier.sum@") for key in keys) == 8
-        for key in keys:
-            value = redis.ask("GET", key)
-            assert redis_cli(port, "GET", key) == value
-            assert redis_cli(port, "STRLEN", key) == b"%d" % len(value)
-            assert redis_cli(port, "EXISTS", key, key + "x") == b"1"
-        assert redis_cli(port, "PING") == b"PONG"
-        for refused in [("SET", keys[0], "x"), ("UNLINK", keys[0]), ("FLUSHALL",), ("KEYS", "*")]:
-            assert redis_cli(port, *refused).startswith(b"READONLY "), refused
-        tiers.forget(engine)
-        assert redis_cli(port, "EXISTS", *keys) == b"0"
-    finally:
-        redis.stop()
+    server = serve(flags=[*owner(port), *tiers.adapter("resp", host="127.0.0.1", port=redis.port)])
+    engine = engines(server)
+    tiers.store(engine, 1)
+    tiers.store(engine, 2, salt="alice")
+    tiers.settled(server)
+    keys = [key.decode() for key in redis.ask("KEYS", "*")]
+    assert len(keys) == 16 and sum(key.startswith("kvtier.sum@") for key in keys) == 8
+    for key in keys:
+        value = redis.ask("GET", key)
+        assert redis_cli(port, "GET", key) == value
+        assert redis_cli(port, "STRLEN", key) == b"%d" % len(value)
+        assert redis_cli(port, "EXISTS", key, key + "x") == b"1"
+    assert redis_cli(port, "PING") == b"PONG"
+    for refused in [("SET", keys[0], "x"), ("UNLINK", keys[0]), ("FLUSHALL",), ("KEYS", "*")]:
+        assert redis_cli(port, *refused).startswith(b"READONLY "), refused
+    tiers.forget(engine)
+    assert redis_cli(port, "EXISTS", *keys) == b"0"
 
 
 # proves: docs/l2.md#the-port-for-peers

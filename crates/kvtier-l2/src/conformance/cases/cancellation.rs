@@ -9,7 +9,7 @@ use crate::error::ErrorKind;
 use crate::object::ObjectSpec;
 
 fn some(first: u64) -> Vec<ObjectSpec> {
-    let sizes = [100, 4096, 70_000, 1 << 20];
+    let sizes = [100, 4096, 70_000, 1 << 18];
     (first..)
         .zip(sizes)
         .map(|(number, len)| object(number, len))
