@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.ours("these files are ours")
 DEPLOY = REPOSITORY / "deploy"
 UNIT = DEPLOY / "systemd" / "kvtier.service"
 SOCKETS = UNIT.with_name("kvtier.socket")
+ROUTER = REPOSITORY / "examples" / "router" / "router.py"
 
 # Whatever the files say, this check disturbs no server and needs nothing of the machine. Later flags win.
 HARMLESS = [
@@ -262,3 +264,86 @@ def test_probes_and_scrapes_are_answered(serve, tmp_path):
     command = ["curl", "-sS", "-H", "Authorization: Bearer fedcba9876543210", server.http + scrape["path"]]
     scraped = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert "kvtier_build_info" in scraped
+
+
+# -- Several hosts ------------------------------------------------------------------------------
+
+
+def flag(arguments, name):
+    """Values of a flag."""
+    return [value for key, value in zip(arguments, arguments[1:], strict=False) if key == name]
+
+
+def check_host(monkeypatch, server, engine, variables, names):
+    """Flags of a server, which listens beyond loopback and reads by these names (peers and Valkey), and of the engine beside it."""
+    assert {"KVTIER_HTTP_TOKENS", "KVTIER_PEER_PASSWORD"} <= set(variables)
+    monkeypatch.setenv("KVTIER_HTTP_TOKENS", "read router 0123456789abcdef")
+    monkeypatch.setenv("KVTIER_PEER_PASSWORD", "of-peers")
+    subcommand, *arguments = server
+    assert subcommand == "server"
+    peers, shared = [json.loads(each) for each in flag(arguments, "--l2-adapter")]
+    assert (peers, shared) == (
+        {"type": "peers", "peers": [f"{names[0]}:{flag(arguments, '--peer-port')[0]}"]},
+        {"type": "resp", "host": names[1], "port": 6379},
+    )
+    # No tier is asked here for an object.
+    check_flags([each for each in arguments if each not in flag(arguments, "--l2-adapter") + ["--l2-adapter"]], {})
+    transfer = json.loads(flag(engine, "--kv-transfer-config")[0])
+    assert transfer["kv_connector_extra_config"] == {"kvtier.url": "tcp://localhost:5555"} and "--port" not in arguments
+
+
+def check_router(arguments, hosts, model):
+    """The example router knows these flags, and each host by its ports."""
+    known = subprocess.run([sys.executable, ROUTER, "--help"], capture_output=True, text=True, check=True).stdout
+    assert all(f" {name}" in known for name in arguments if name.startswith("--"))
+    assert flag(arguments, "--engine") == [f"http://{host}:8000=http://{host}:8080" for host in hosts]
+    assert flag(arguments, "--tokenizer") == [model]
+
+
+# proves: docs/hosts.md#three-hosts
+def test_compose_has_three_hosts_behind_a_router(monkeypatch):
+    """Each engine shares the namespaces of its server; all servers have one name for peers."""
+    path = DEPLOY / "docker" / "hosts.yaml"
+    services = yaml.safe_load(path.read_text())["services"]
+    servers = [name for name in services if name.startswith("kvtier-")]
+    assert len(servers) == 3 and "valkey" in services
+    for name in servers:
+        server, engine = services[name], services[name.replace("kvtier", "vllm")]
+        [alias] = server["networks"]["default"]["aliases"]
+        check_host(monkeypatch, server["command"], engine["command"], server["environment"], (alias, "valkey"))
+        assert engine["network_mode"] == engine["ipc"] == f"service:{name}" and list(engine["depends_on"]) == [name]
+        assert float(server["stop_grace_period"].removesuffix("s")) > stop_seconds()
+        assert float(server["shm_size"].removesuffix("gb")) >= 2 * float(flag(server["command"], "--l1-size-gb")[0])
+    router = services["router"]
+    check_router(router["command"], servers, flag(engine["command"], "--model")[0])
+    script = router["volumes"][1].split(":")[0]
+    assert (path.parent / script).resolve() == ROUTER and "KVTIER_TOKEN" in router["environment"]
+
+
+# proves: docs/hosts.md#three-hosts
+def test_manifest_has_three_hosts_behind_a_router(monkeypatch):
+    """Names, ports and labels agree, and nothing asks for more than Pod Security `restricted` allows."""
+    found = {}
+    for document in yaml.safe_load_all((DEPLOY / "kubernetes" / "hosts.yaml").read_text()):
+        found.setdefault(document["kind"], {})[document["metadata"]["name"]] = document
+    [namespace] = found["Namespace"]
+    services, hosts = found["Service"], found["StatefulSet"]["host"]["spec"]
+    pods = {"hosts": hosts["template"], **{name: each["spec"]["template"] for name, each in found["Deployment"].items()}}
+    for name, template in pods.items():
+        assert services[name]["spec"]["selector"] == template["metadata"]["labels"]
+        assert template["spec"]["securityContext"].items() >= {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}.items()
+        assert not any("hostPath" in volume for volume in template["spec"].get("volumes", []))
+        for container in template["spec"]["containers"]:
+            assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert hosts["serviceName"] == "hosts" and services["hosts"]["spec"]["clusterIP"] == "None"
+    server, engine = hosts["template"]["spec"]["containers"]
+    check_host(monkeypatch, server["args"], engine["args"], [each["name"] for each in server["env"]], ("hosts", "valkey"))
+    assert {"name": "shm", "mountPath": "/dev/shm"} in server["volumeMounts"] and {"name": "shm", "mountPath": "/dev/shm"} in engine["volumeMounts"]
+    assert hosts["template"]["spec"]["terminationGracePeriodSeconds"] > stop_seconds()
+    [router] = pods["router"]["spec"]["containers"]
+    check_router(router["args"], [f"host-{number}.hosts" for number in range(hosts["replicas"])], flag(engine["args"], "--model")[0])
+    assert router["command"][1].endswith(f"/{ROUTER.name}") and "KVTIER_TOKEN" in {each["name"] for each in router["env"]}
+    policies = [found["NetworkPolicy"][name]["spec"]["podSelector"] for name in ("inside", "router")]
+    assert policies == [{}, {"matchLabels": pods["router"]["metadata"]["labels"]}]
+    documents = [each for kind in found.values() for each in kind.values() if each["kind"] != "Namespace"]
+    assert {each["metadata"]["namespace"] for each in documents} == {namespace}
