@@ -118,9 +118,9 @@ class Vllm:
         with urllib.request.urlopen(request, timeout=timeout) as response:
             return response.read()
 
-    def ask(self, prompt, count=16, salt=None, cancelled_after=None, **more):
-        """Greedy completion of a list of token ids; or its first `cancelled_after` tokens, after which the request is cancelled. `more`
-        goes into the request's body."""
+    def ask(self, prompt, count=16, salt=None, cancelled_after=None, base=None, **more):
+        """Greedy completion of a list of token ids; or its first `cancelled_after` tokens, after which the request is cancelled. `base`
+        is the URL of a router before the engine; `more` goes into the request's body."""
         body = {
             "model": "tiny", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True,
             "stream": True, "return_token_ids": True, **more,
@@ -128,7 +128,7 @@ class Vllm:
         if salt is not None:
             body["cache_salt"] = salt
         request = urllib.request.Request(
-            self.base + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            (base or self.base) + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         began, arrivals, ids = time.monotonic(), [], []
         with urllib.request.urlopen(request, timeout=180) as response:

@@ -15,7 +15,7 @@
   run.py ... --mla             a model with multi-head latent attention: hits behind which the model says the same as
                                behind vLLM's own prefix cache
   run.py ... --remote resp     two servers that share a tier of this type: an engine at the second hits what one at the first
-                               has stored
+                               has stored; with `peers` the second reads from the first, also behind the example router
   run.py ... --restart-under-load  a server that restarts while an engine serves 20 requests at once
   run.py ... --restored        a server without a second tier that is killed: hits after its start, from the L1 that it had
   run.py ... --long-prompts    prompts that are longer than L1, in a tier and without one, asked again and again
@@ -50,7 +50,7 @@ from kvrig.report import Report
 from kvrig.server import Server, free_port, our_command, peer_command
 from long_prompts import LongPromptCases, lengths
 from mla import MlaCases
-from remote import RemoteCases, RemoteTier
+from remote import PeerCases, RemoteCases, RemoteTier
 from restarted import RestartedCases
 from restored import RestoredCases
 from restarts import RestartCases
@@ -76,7 +76,7 @@ def options():
     parser.add_argument("--peer", action="store_true", help="test LMCache's own server")
     parser.add_argument("--connector", choices=["lmcache", "kvtier"], default="lmcache", help="vLLM's connector")
     parser.add_argument("--package", help="directory with the Python package kvtier, for its connector")
-    parser.add_argument("--remote", choices=["resp", "s3"], help="type of the tier that two servers share")
+    parser.add_argument("--remote", choices=["resp", "s3", "peers"], help="type of the tier that two servers share")
     parser.add_argument("--restart-under-load", action="store_true", help="the server restarts under load")
     parser.add_argument("--restored", action="store_true", help="a server that is killed leaves its L1 to the next")
     parser.add_argument("--long-prompts", type=int, nargs="?", const=10, metavar="N", help="prompts longer than an L1 of N chunks")
@@ -139,7 +139,7 @@ def main():
         flags = chosen.server_flag
         remote = chosen.remote and RemoteTier(chosen.remote, Path(chosen.logs) / f"{chosen.remote}-{mode}")
         if remote:
-            flags = flags + remote.flags
+            flags = flags + remote.first
         state = Path(chosen.logs) / f"state-{run_name(chosen, mode)}"
         if keeps_l1:
             flags = flags + kept_flags(state)
@@ -159,10 +159,16 @@ def main():
             print(f"# server[{mode}] up after {server.start():.2f} s", flush=True)
             cases = ModeCases(chosen, prompts, known, server, report, directory)
             if remote:
-                second = Server(command, log.with_suffix(".second.log"), mode, chunk=256, l1_gb=chosen.l1_gb, flags=flags)
+                more = chosen.server_flag + remote.second
+                second = Server(command, log.with_suffix(".second.log"), mode, chunk=256, l1_gb=chosen.l1_gb, flags=more)
+                if ours:
+                    second.witness = server.witness
                 second.start()
                 try:
-                    RemoteCases(chosen, prompts, known, server, report).run_remote(second)
+                    if chosen.remote == "peers":
+                        PeerCases(chosen, prompts, known, server, report).run_peers(second)
+                    else:
+                        RemoteCases(chosen, prompts, known, server, report).run_remote(second)
                 finally:
                     finish(second, report, f"{run_name(chosen, mode)}-second")
             elif chosen.restart_under_load:
