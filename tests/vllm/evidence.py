@@ -52,7 +52,7 @@ class Events:
         self.socket.subscribe(b"")
         # vLLM connects to what names no wildcard, and so listens nowhere.
         self.endpoint = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
-        self.seen, self.sequence = [], []
+        self.seen, self.sequence, self.payloads = [], [], []
 
     def flags(self):
         """For the engine's command line."""
@@ -64,6 +64,7 @@ class Events:
         while self.socket.poll(0):
             _topic, number, batch = self.socket.recv_multipart()
             self.sequence.append(int.from_bytes(number, "big"))
+            self.payloads.append(batch)
             self.seen += map(named, msgspec.msgpack.decode(batch)[1])
         return self.seen
 

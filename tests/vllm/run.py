@@ -19,6 +19,7 @@
   run.py ... --restart-under-load  a server that restarts while an engine serves 20 requests at once
   run.py ... --restored        a server without a second tier that is killed: hits after its start, from the L1 that it had
   run.py ... --long-prompts    prompts that are longer than L1, in a tier and without one, asked again and again
+  run.py ... --followed        a subscriber to vLLM's KV events with LMCache's connector ends with what a server with a small L1 holds
   run.py ... --restarted       a server with a state directory that is stopped while a request is computed: hits after its start
   run.py ... --wheel DIR       engines of an earlier vLLM or LMCache; with --silent-scheduler for LMCache 0.5.0 to 0.5.5
   run.py ... --fresh           every engine is a new process, as an operator starts it, instead of a fork of one that has
@@ -41,14 +42,15 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "harness"))
 
-from cases import ModeCases, Prompts, baseline, run_name
+from cases import CHUNK, ModeCases, Prompts, baseline, run_name
 from engine import fork_server
 from evidence import pages_as_stored
+from followed import L1_CHUNKS, FollowedCases
 from kvrig import tiers
 from kvrig.proxy import Proxy
 from kvrig.report import Report
 from kvrig.server import Server, free_port, our_command, peer_command
-from long_prompts import LongPromptCases, lengths
+from long_prompts import TOKEN_BYTES, LongPromptCases, lengths
 from mla import MlaCases
 from remote import PeerCases, RemoteCases, RemoteTier
 from restarted import RestartedCases
@@ -81,6 +83,7 @@ def options():
     parser.add_argument("--restored", action="store_true", help="a server that is killed leaves its L1 to the next")
     parser.add_argument("--long-prompts", type=int, nargs="?", const=10, metavar="N", help="prompts longer than an L1 of N chunks")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="requests of a long prompt")
+    parser.add_argument("--followed", action="store_true", help="a subscriber to KV events, and a server with a small L1")
     parser.add_argument("--restarted", action="store_true", help="a server that was stopped for the time of a request")
     parser.add_argument("--wheel", action="append", default=[], metavar="DIR",
                         help="an unpacked earlier vLLM or LMCache, in front of the engine's packages; may be repeated")  # fmt: skip
@@ -109,6 +112,8 @@ def options():
         chosen.block_size = 16
     if chosen.restart_under_load:
         chosen.kv_blocks = max(chosen.kv_blocks, 160)
+    if chosen.followed:
+        chosen.l1_gb = L1_CHUNKS * CHUNK * TOKEN_BYTES / (1 << 30)
     if chosen.long_prompts:
         chosen.kv_blocks = lengths(chosen.long_prompts)[0] // chosen.block_size + 8
     chosen.model = chosen.model or os.path.join(home, "model-mla" if chosen.mla else "model")
@@ -134,7 +139,7 @@ def main():
         log = Path(chosen.logs) / f"server-{run_name(chosen, mode)}.log"
         log.unlink(missing_ok=True)
         keeps_l1 = chosen.restart_under_load or chosen.restored or chosen.restarted
-        has_directory = mode in WITH_TIER and not ours and not chosen.remote and (not keeps_l1 or chosen.restarted)
+        has_directory = mode in WITH_TIER and not ours and not chosen.remote and not chosen.followed and (not keeps_l1 or chosen.restarted)
         directory = Path(chosen.logs) / f"tier-{mode}" if has_directory else None
         flags = chosen.server_flag
         remote = chosen.remote and RemoteTier(chosen.remote, Path(chosen.logs) / f"{chosen.remote}-{mode}")
@@ -177,6 +182,8 @@ def main():
                 RestoredCases(chosen, prompts, known, server, report, state=state / INSTANCE).run_restored()
             elif chosen.long_prompts:
                 LongPromptCases(chosen, prompts, known, server, report).run_long_prompts()
+            elif chosen.followed:
+                FollowedCases(chosen, prompts, known, server, report).run_followed()
             elif chosen.restarted:
                 RestartedCases(chosen, prompts, known, server, report).run_restarted()
             elif chosen.mla:
