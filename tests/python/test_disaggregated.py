@@ -1,5 +1,6 @@
 """vLLM's connector: an engine decodes what another one has prefilled and is still storing."""
 
+import json
 import random
 from collections import Counter
 from contextlib import closing
@@ -14,6 +15,8 @@ from test_connector_misses import misses
 from test_multi_connector import leased
 from test_windows import MODELS, STATES, prompts
 from vllm_rig import request, same
+
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -76,9 +79,9 @@ def pair(place, engines):
     return server, prefill, Decoding(engines(server, seed=2))
 
 
-def prefill_in_two(engine, prompt):
+def prefill_in_two(engine, prompt, params=PREFILL):
     """Prefills with a store of the first chunk and one of the rest. Returns the parameters in the answer."""
-    req, blocks = request("prefill", prompt, kv_transfer_params=PREFILL), range(1, 14)
+    req, blocks = request("prefill", prompt, kv_transfer_params=params), range(1, 14)
     assert engine.match(req) == (0, False)
     engine.allocate(req, blocks, 0)
     engine.step(new=[(req, blocks, 0, CHUNK)])
@@ -322,6 +325,55 @@ def test_hits_behind_a_hand_over_are_whole(place, model):
     # Without its last token, which models with windows or states compute.
     chunk = decode.ours._scheduling.chunk
     assert found == [(len(prompt) - 1) // chunk * chunk for prompt in made]
+
+
+def shared_storage(body):
+    """What llm-d's sidecar makes of a request with `shared-storage`: for the prefill engine, and for the other, whatever the first answers
+    (pkg/sidecar/proxy/connector_shared_storage.go in llm-d-router of 2026-08-22)."""
+    sent = body | {"cache_hit_threshold": 0}
+    return sent | {"max_tokens": 1, "max_completion_tokens": 1}, lambda answer: sent
+
+
+def nixlv2(body):
+    """The same with `nixlv2`, its default (connector_nixlv2.go there)."""
+    remote = dict.fromkeys(["remote_engine_id", "remote_block_ids", "remote_host", "remote_port"])
+    prefill = {"max_tokens": 1, "max_completion_tokens": 1, "stream": False, "kv_transfer_params": PREFILL | remote}
+    return body | prefill, lambda answer: body | {"kv_transfer_params": answer}
+
+
+def read(body):
+    """Returns the parameters in a request as vLLM's OpenAI server reads it."""
+    sent = CompletionRequest.model_validate_json(json.dumps(body))
+    params = sent.to_sampling_params(sent.max_tokens, {})
+    assert (params.max_tokens, sent.prompt) == (body["max_tokens"], body["prompt"])
+    return (params.extra_args or {}).get("kv_transfer_params")
+
+
+# proves: docs/vllm.md#disaggregated-prefill
+@pytest.mark.parametrize("sidecar", [shared_storage, nixlv2])
+def test_llm_d_sidecar(pair, sidecar):
+    """With `shared-storage` the decode engine loads what is stored when it asks, and computes the rest; with `nixlv2` it waits."""
+    _, prefill, decode = pair
+    prompt, stores = tokens(3 * CHUNK + 1, "llm-d"), HeldStores(prefill)
+    first, second = sidecar({"model": "m", "prompt": prompt, "max_tokens": 7, "stream": True})
+    answer = prefill_in_two(prefill, prompt, read(first))
+    req = request("decode", prompt, kv_transfer_params=read(second(answer)))
+    stores.begin(1)
+    wait_until(lambda: prefill.step() and len(prefill.scheduler._scheduling.in_flight_stores) == 1, 60, "the first store")
+    if sidecar is shared_storage:
+        assert decode.engine.match(req) == (CHUNK, True) and decode.lookups == 1
+        assert decode.engine.load(req, range(21, 34), 0, CHUNK) == set()
+        decode.engine.finish(req)
+        req = request("later", prompt, kv_transfer_params=read(second(answer)))
+    else:
+        assert decode.waits(req)
+    stores.begin()
+    prefill.wait_for_stores()
+    decode.now += 0.005
+    assert decode.engine.match(req) == (3 * CHUNK, True)
+    assert decode.engine.load(req, range(41, 54), 0, 3 * CHUNK) == set()
+    assert same(decode.engine.read(range(41, 53)), prefill.read(range(1, 13)))
+    assert decode.stats().get("hand_over_timeouts", 0) == 0
 
 
 # proves: docs/vllm.md#disaggregated-prefill
