@@ -137,12 +137,12 @@ class Simulation:
 
     def __init__(
         self, server, name, specs, blocks, caching, step_tokens, seed=0, hash_parts=1, checkpoints=False, is_async=False, drafts=0, policy="fcfs",
-        draft_group=None, beside=None, events=False, **options,
+        draft_group=None, beside=None, events=False, connector=("KvTierConnector", "kvtier.vllm"), **options,
     ):
         """`hash_parts`: vLLM's prefix cache finds such parts of blocks too; `checkpoints`: a step has states of such parts;
         `drafts`: tokens that are speculated in each step; `draft_group`: the group of the model that drafts them, as EAGLE's, whose KV
         depends on the next token too; `beside`: another connector's configuration and whether it comes first, in vLLM's MultiConnector;
-        `events`: vLLM's KV events are published, to `published`."""
+        `events`: vLLM's KV events are published, to `published`; `connector`: the names of kvtier's class and of its module."""
         config = copy.deepcopy(_vllm_config(drafts))
         if draft_group is not None:
             for option in ("use_eagle", "use_eagle_block_drop"):
@@ -168,7 +168,7 @@ class Simulation:
             "kvtier.transfer_mode": "lmcache_driven", "kvtier.follow_resets": False, **options,
         }  # fmt: skip
         ours = {
-            "kv_connector": "KvTierConnector", "kv_role": "kv_both", "kv_connector_module_path": "kvtier.vllm", "kv_connector_extra_config": extra
+            "kv_connector": connector[0], "kv_role": "kv_both", "kv_connector_module_path": connector[1], "kv_connector_extra_config": extra
         }  # fmt: skip
         at, connectors = 0, [ours]
         if beside is not None:

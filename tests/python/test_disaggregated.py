@@ -4,6 +4,7 @@ import json
 import random
 from collections import Counter
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 from conftest import CHUNK
@@ -16,6 +17,9 @@ from test_multi_connector import leased
 from test_windows import MODELS, STATES, prompts
 from vllm_rig import request, same
 
+from kvtier.vllm import KvTierConnector
+from kvtier.vllm.dynamo import LMCacheMPConnector
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -374,6 +378,33 @@ def test_llm_d_sidecar(pair, sidecar):
     assert decode.engine.load(req, range(41, 54), 0, 3 * CHUNK) == set()
     assert same(decode.engine.read(range(41, 53)), prefill.read(range(1, 13)))
     assert decode.stats().get("hand_over_timeouts", 0) == 0
+
+
+# proves: docs/vllm.md#disaggregated-prefill
+def test_dynamo_workers(place):
+    """vLLM's factory takes the class that Dynamo's table names; the decode worker waits for the prefill's stores, and no other request does."""
+    server, salt = place.server("lmcache_driven"), "dynamo-cache-salt:acme"
+    prompt = [each % 4000 for each in tokens(3 * CHUNK + 1, "dynamo")]
+    # dynamo/vllm/kv_connector_protocols.py and handlers.py of ai-dynamo 1.6.1.
+    sent = {"extra_args": {"kv_transfer_params": {}}}
+    options = {"blocks": 200, "caching": False, "step_tokens": 1024, "connector": ("LMCacheMPConnector", "kvtier.vllm.dynamo")}
+    prefill, decode = (Simulation(server, "dynamo", [full(4)], **options, **{"kvtier.hand_over_timeout": 60}) for _ in range(2))
+    with closing(prefill), closing(decode):
+        config = decode.scheduler.vllm_config.kv_transfer_config
+        assert KVConnectorFactory.get_connector_class(config) is LMCacheMPConnector and KVConnectorFactory.supports_hma_config(config)
+        # vLLM's MultiConnector reads its statistics so.
+        assert KVConnectorFactory.get_connector_class_by_name(LMCacheMPConnector.__name__) is KvTierConnector
+        stores = HeldStores(SimpleNamespace(workers=[prefill.our_worker]))
+        prefill.add("prefill", prompt, salt, answer=1, min_tokens=1, **sent)
+        wait_until(lambda: prefill.step() or "prefill" in prefill.handed_over, 60, "the prefill")
+        decode.add("decode", prompt, salt, answer=3, **sent)
+        decode.add("other", prompt, "dynamo-cache-salt:other", answer=3)
+        wait_until(lambda: decode.step() or "other" in decode.handed_over, 60, "the other request")
+        assert "decode" not in decode.handed_over and decode.external == 0
+        stores.begin()
+        prefill.finish_stores()
+        decode.run()
+        assert decode.external == 3 * CHUNK and prefill.errors == decode.errors == decode.left == 0
 
 
 # proves: docs/vllm.md#disaggregated-prefill
