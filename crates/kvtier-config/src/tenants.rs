@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use kvtier_common::error::{Error, Result};
-use kvtier_core::object_key::SaltKey;
+use kvtier_core::object_key::{SaltKey, TenantNames, check_cache_salt};
 
 /// Sizes that a file with a secret may have, bytes.
 const SECRET_BYTES: std::ops::RangeInclusive<usize> = 16..=4096;
@@ -17,6 +17,17 @@ pub struct TenantSettings {
     /// salts]
     #[arg(long, value_name = "FILE", help_heading = "Tenants")]
     pub hash_salts: Option<PathBuf>,
+    /// Prefix that a frontend puts before tenants' names in salts, such as Dynamo's dynamo-cache-salt:. Quotas, /tenants and
+    /// metrics then have the name alone, and @SALT for a salt without the prefix. Not with --hash-salts
+    #[arg(
+        long,
+        value_name = "PREFIX",
+        value_parser = prefix,
+        default_value = "",
+        hide_default_value = true,
+        help_heading = "Tenants"
+    )]
+    pub tenant_prefix: String,
     /// Number of tenants with their own series in kvtier_tenant metrics, those with the most bytes; the rest is other.
     /// 0 to 1000; 0 leaves these metrics out
     #[arg(
@@ -32,10 +43,20 @@ impl TenantSettings {
     /// Reads the secret, if salts are to be hashed.
     ///
     /// # Errors
-    /// One line: a file that cannot be read, or has no secret in it.
+    /// One line: a file that cannot be read, or has no secret in it, or names that hashes do not have.
     pub fn salt_key(&self) -> Result<Option<SaltKey>> {
+        if self.hash_salts.is_some() && !self.tenant_prefix.is_empty() {
+            return Err(Error::refused(
+                "--tenant-prefix: not with --hash-salts, since hashes have no prefix; give one of them",
+            ));
+        }
         let read = |path: &PathBuf| read(path).map(|secret| SaltKey::new(&secret));
         self.hash_salts.as_ref().map(read).transpose()
+    }
+
+    /// The names of tenants.
+    pub fn names(&self) -> TenantNames {
+        TenantNames::new(&self.tenant_prefix)
     }
 
     /// Warning of the secret's file.
@@ -56,6 +77,12 @@ pub fn secret_file_warning(path: &Path) -> Option<String> {
             path.display()
         )
     })
+}
+
+/// A prefix of salts.
+fn prefix(text: &str) -> Result<String, String> {
+    check_cache_salt(text).map_err(|error| error.to_string())?;
+    Ok(text.to_owned())
 }
 
 /// The secret in a file: all of it but white space at its end.
@@ -95,6 +122,7 @@ mod tests {
         std::fs::write(&path, content).unwrap();
         let settings = TenantSettings {
             hash_salts: Some(path),
+            tenant_prefix: String::new(),
             tenant_metrics: 0,
         };
         Ok(settings.salt_key()?.unwrap().hashed("acme"))
@@ -145,6 +173,7 @@ mod tests {
         }
         let settings = TenantSettings {
             hash_salts: Some("/nowhere/secret".into()),
+            tenant_prefix: String::new(),
             tenant_metrics: 0,
         };
         let error = settings.salt_key().err().unwrap().to_string();

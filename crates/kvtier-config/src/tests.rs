@@ -212,6 +212,10 @@ fn values_that_cannot_work_are_refused_by_flag_value_and_range() {
             vec!["--hash-salts: ~user/secret", "written out"],
         ),
         (
+            vec!["--tenant-prefix", "a@b"],
+            vec!["--tenant-prefix", "must not contain '@'"],
+        ),
+        (
             vec!["--host", "ipc://~/socket"],
             vec!["--host", "~/socket", "written out"],
         ),

@@ -1,5 +1,6 @@
 //! Routes about quotas of tenants: LMCache's, with more fields, and stricter about the names of tenants.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
@@ -72,33 +73,27 @@ fn salt(
 fn tenant(engine: &Engine, role: Role, name: &str) -> Result<String, Error> {
     let salt = match name {
         DEFAULT => return Ok(String::new()),
-        CALLED_DEFAULT => DEFAULT,
-        // Clients that resolve paths cannot name these in one.
-        "@." => ".",
-        "@.." => "..",
         "" => {
             return Err(Error::refused(format!(
                 "cache_salt: give {DEFAULT} for requests without one"
             )));
         }
-        name => {
-            check_cache_salt(name).map_err(Error::refused)?;
-            name
-        }
+        name => engine.salts().names.salt(name),
     };
+    check_cache_salt(&salt).map_err(Error::refused)?;
     let salt = match role {
-        Role::Read => engine.salts().of_reader(salt)?,
-        Role::Admin => engine.salts().of_operator(salt),
+        Role::Read => engine.salts().of_reader(&salt)?,
+        Role::Admin => engine.salts().of_operator(&salt),
     };
     Ok(salt.into_owned())
 }
 
 /// The tenant in paths and answers.
-pub(super) fn shown(salt: &str) -> &str {
+pub(super) fn shown<'a>(engine: &Engine, salt: &'a str) -> Cow<'a, str> {
     match salt {
-        "" => DEFAULT,
-        DEFAULT => CALLED_DEFAULT,
-        salt => salt,
+        "" => DEFAULT.into(),
+        DEFAULT => CALLED_DEFAULT.into(),
+        salt => engine.salts().names.name(salt),
     }
 }
 
@@ -197,15 +192,15 @@ async fn put(
     body: Payload,
 ) -> Result<Audited<QuotaChange>, ApiError> {
     let salt = salt(&api, Role::Admin, path)?;
-    let engine = Arc::clone(engine(&api)?);
-    let wanted = body.read(move |bytes| Wanted::parse(bytes, engine.quotas().places()));
+    let places = Arc::clone(engine(&api)?);
+    let wanted = body.read(move |bytes| Wanted::parse(bytes, places.quotas().places()));
     let Wanted { entry, limit_gb } = wanted.await?.map_err(failure)?;
     let did =
         serde_json::to_string(&entry).map_or_else(|_| "set".into(), |set| format!("set to {set}"));
     let changes = vec![(salt.as_str().into(), Some(entry))];
     change(&api, changes, "a tenant's quota was set").await?;
     let answer = QuotaChange {
-        cache_salt: Some(shown(&salt).to_owned()),
+        cache_salt: Some(shown(engine(&api)?, &salt).into_owned()),
         limit_gb: Some(limit_gb),
         status: "ok".into(),
         ..QuotaChange::default()
@@ -233,7 +228,7 @@ async fn delete(
         _ => "removed",
     };
     let answer = QuotaChange {
-        cache_salt: Some(shown(&salt).to_owned()),
+        cache_salt: Some(shown(engine(&api)?, &salt).into_owned()),
         status: status.to_owned(),
         ..QuotaChange::default()
     };
@@ -254,11 +249,11 @@ async fn get(
     path: Result<Path<String>, PathRejection>,
 ) -> Result<JsonAnswer<Tenant>, ApiError> {
     let salt = salt(&api, role, path)?;
-    let quotas = Arc::clone(engine(&api)?.quotas());
+    let engine = Arc::clone(engine(&api)?);
     let tenant = run_blocking(move || Tenant {
-        cache_salt: Some(shown(&salt).to_owned()),
-        persisted: Some(quotas.is_persistent()),
-        ..whole(&quotas.look(), &salt)
+        cache_salt: Some(shown(&engine, &salt).into_owned()),
+        persisted: Some(engine.quotas().is_persistent()),
+        ..whole(&engine.quotas().look(), &salt)
     });
     tenant.await.map(JsonAnswer)
 }
@@ -289,17 +284,22 @@ async fn list(
     };
     let behind = query.text("page_token").map(read_token).transpose()?;
     let all = query.one_of("all", &["true", "false"], "false")? == "true";
-    let quotas = Arc::clone(engine(&api)?.quotas());
+    let engine = Arc::clone(engine(&api)?);
     let page = run_blocking(move || {
-        let look = quotas.look();
+        let look = engine.quotas().look();
         let behind = behind.as_deref();
         if all {
             use std::ops::Bound::{Excluded, Unbounded};
             let known = look.known();
             let from = behind.map_or(Unbounded, Excluded);
-            page(&look, known.range::<str, _>((from, Unbounded)), page_size)
+            page(
+                &engine,
+                &look,
+                known.range::<str, _>((from, Unbounded)),
+                page_size,
+            )
         } else {
-            page(&look, look.table().behind(behind), page_size)
+            page(&engine, &look, look.table().behind(behind), page_size)
         }
     });
     page.await.map(JsonAnswer)
@@ -307,6 +307,7 @@ async fn list(
 
 /// `page_size` of these tenants, in full; without a size all of them, in brief.
 fn page<'a>(
+    engine: &Engine,
     look: &Look<'_>,
     mut salts: impl Iterator<Item = &'a Arc<str>>,
     page_size: Option<usize>,
@@ -317,7 +318,7 @@ fn page<'a>(
     };
     let (mut users, mut last) = (BTreeMap::new(), None);
     for salt in salts.by_ref().take(page_size.unwrap_or(usize::MAX)) {
-        users.insert(shown(salt).to_owned(), tenant(look, salt));
+        users.insert(shown(engine, salt).into_owned(), tenant(look, salt));
         last = Some(salt);
     }
     let next_page_token = page_size.map(|_| {

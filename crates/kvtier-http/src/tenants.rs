@@ -57,14 +57,15 @@ pub(super) async fn tenants(
     let offset = query.int("offset", 0..=i64::from(u32::MAX), 0)?;
     let limit = query.int("limit", 1..=LIMIT, 50)?;
     let none = || error(StatusCode::SERVICE_UNAVAILABLE, NO_ENGINE);
-    let quotas = Arc::clone(api.engine.get().ok_or_else(none)?.quotas());
+    let engine = Arc::clone(api.engine.get().ok_or_else(none)?);
     let list = run_blocking(move || {
-        let look = quotas.look();
+        let look = engine.quotas().look();
         let known = look.known();
         let matching = known.iter().map(|salt| &**salt);
-        let matching: Vec<_> = matching
-            .filter(|salt| shown(salt).to_lowercase().contains(&search))
+        let mut matching: Vec<_> = matching
+            .filter(|salt| shown(&engine, salt).to_lowercase().contains(&search))
             .collect();
+        matching.sort_by_cached_key(|salt| engine.salts().names.name(salt));
         let keys: Vec<_> = match sort {
             "name" => vec![0.0; matching.len()],
             _ => look.tenants(&matching).map(|it| key(&it, sort)).collect(),
@@ -87,7 +88,7 @@ pub(super) async fn tenants(
         );
         let tenants = matching.iter().skip(offset).take(limit);
         let tenant = |(_, salt): &(f64, &str)| Tenant {
-            cache_salt: Some(shown(salt).to_owned()),
+            cache_salt: Some(shown(&engine, salt).into_owned()),
             ..whole(&look, salt)
         };
         TenantList {

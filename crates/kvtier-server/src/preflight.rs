@@ -147,6 +147,15 @@ mod tests {
             ),
             (&["--hash-salts", short.to_str().unwrap()], "--hash-salts: "),
             (
+                &[
+                    "--hash-salts",
+                    short.to_str().unwrap(),
+                    "--tenant-prefix",
+                    "a:",
+                ],
+                "--tenant-prefix: not with --hash-salts",
+            ),
+            (
                 &["--host", "nosuchhost.invalid"],
                 "--host: \"nosuchhost.invalid\" is not found",
             ),

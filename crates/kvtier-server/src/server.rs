@@ -113,7 +113,7 @@ impl Server {
         // A probe is answered from here on.
         let http = http.serve(&api, &stop_http);
 
-        let metrics = Arc::new(Metrics::new());
+        let metrics = Arc::new(Metrics::naming(config.tenants.names()));
         metrics.has_descriptors(descriptors.limit, descriptors.connections);
         tracing::info!(
             limit = descriptors.limit,

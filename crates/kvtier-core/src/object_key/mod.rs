@@ -6,6 +6,7 @@ mod parse;
 mod salt_key;
 mod scope;
 mod shown;
+mod tenant_names;
 mod text;
 
 use crate::hashing::ChunkHash;
@@ -19,6 +20,7 @@ pub use parse::ParseError;
 pub use salt_key::SaltKey;
 pub use scope::{KeyScope, MAX_WORLD_SIZE};
 pub use shown::{ShownSalt, shown_path};
+pub use tenant_names::TenantNames;
 pub use text::{KeyShape, KeyText};
 
 /// Packs world size and worker number as LMCache 0.5.6 does with `local` equal to `global`:

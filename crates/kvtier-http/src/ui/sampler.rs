@@ -61,22 +61,26 @@ impl Sampler {
 
 /// The state now.
 pub(super) fn state(api: &Api) -> DashboardTick {
-    let admin = api.engine.get().map(|engine| engine.admin());
+    let engine = api.engine.get();
+    let admin = engine.map(|engine| engine.admin());
     let health = health(api);
     let status = admin.map(|admin| brief(admin.status(health.reason.is_none())));
-    let lookups = admin.map_or_else(Vec::new, |admin| admin.explanations.latest(LOOKUPS));
+    let lookups = engine.map_or_else(Vec::new, |engine| {
+        let latest = engine.admin().explanations.latest(LOOKUPS);
+        latest.into_iter().map(|it| named(engine, it)).collect()
+    });
     DashboardTick {
         at: unix_millis(),
         status,
         health,
-        lookups: lookups.into_iter().map(named).collect(),
+        lookups,
         ..DashboardTick::default()
     }
 }
 
-fn named(lookup: RecentLookup) -> RecentLookup {
+fn named(engine: &Engine, lookup: RecentLookup) -> RecentLookup {
     RecentLookup {
-        cache_salt: shown(&lookup.cache_salt).to_owned(),
+        cache_salt: shown(engine, &lookup.cache_salt).into_owned(),
         ..lookup
     }
 }

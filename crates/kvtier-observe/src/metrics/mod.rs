@@ -21,6 +21,7 @@ use std::time::{Duration, SystemTime};
 use crate::api::{PeerPortStatus, RequestPortStatus};
 pub use gpu::{GpuFigures, GpuMetrics};
 use kvtier_core::cache::KeyOutcome;
+use kvtier_core::object_key::TenantNames;
 pub use l2::{GuardReadings, L2Metrics, PrefetchPhase, TierCall, TierReadings};
 pub use labels::SpanLoss;
 use labels::{
@@ -253,6 +254,11 @@ impl Default for Metrics {
 impl Metrics {
     /// Makes and registers every metric.
     pub fn new() -> Self {
+        Self::naming(TenantNames::default())
+    }
+
+    /// Makes and registers every metric, with tenants under these names.
+    pub fn naming(tenants: TenantNames) -> Self {
         // LMCache's names, then those it lacks.
         let (mut lmcache, mut own) = (Prefix::new("lmcache_mp"), Prefix::new("kvtier"));
         let build: Family<BuildLabels, Gauge> = own.add("build_info", "Version of this server");
@@ -261,7 +267,7 @@ impl Metrics {
                 version: env!("CARGO_PKG_VERSION"),
             })
             .set(1);
-        let salts = Arc::new(Names::new(MAX_SALTS));
+        let salts = Arc::new(Names::of_tenants(MAX_SALTS, tenants.clone()));
         let models = Arc::new(Names::new(MAX_MODELS));
         Self {
             l2: L2Metrics::new(
@@ -270,7 +276,7 @@ impl Metrics {
                 Arc::clone(&salts),
                 Arc::clone(&models),
             ),
-            tenants: TenantMetrics::new(&mut own),
+            tenants: TenantMetrics::new(&mut own, tenants),
             gpus: GpuMetrics::new(&mut own),
             salts,
             models,

@@ -6,6 +6,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use kvtier_common::sync::RwLock;
+use kvtier_core::object_key::TenantNames;
 
 /// Longest name that becomes a label value, bytes.
 const MAX_BYTES: usize = 256;
@@ -18,6 +19,7 @@ pub struct Names {
     known: RwLock<HashSet<Arc<str>>>,
     limit: usize,
     other: Arc<str>,
+    tenants: TenantNames,
 }
 
 impl Names {
@@ -27,11 +29,21 @@ impl Names {
             known: RwLock::default(),
             limit,
             other: "other".into(),
+            tenants: TenantNames::default(),
+        }
+    }
+
+    /// For at most `limit` tenants, given by their salts.
+    pub fn of_tenants(limit: usize, tenants: TenantNames) -> Self {
+        Self {
+            tenants,
+            ..Self::new(limit)
         }
     }
 
     /// The label value for a name.
     pub fn label(&self, name: &str) -> Arc<str> {
+        let name = &*self.tenants.name(name);
         if let Some(known) = self.known.read().get(name) {
             return Arc::clone(known);
         }

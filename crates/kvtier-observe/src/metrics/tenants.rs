@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use kvtier_common::sync::{Mutex, MutexGuard};
 use kvtier_core::cache::{Page, SaltUsage, Stats};
-use kvtier_core::object_key::ShownSalt;
+use kvtier_core::object_key::{ShownSalt, TenantNames};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -121,6 +121,7 @@ type Labelled = HashMap<Arc<str>, Vec<Since>>;
 
 /// Metrics of tenants.
 pub struct TenantMetrics {
+    names: TenantNames,
     bytes: Family<Labels, Gauge>,
     counters: [Family<Labels, Counter>; COUNTS.len()],
     /// Series by tenant; also locked while they are written, as each scrape rebuilds them.
@@ -128,8 +129,9 @@ pub struct TenantMetrics {
 }
 
 impl TenantMetrics {
-    pub(super) fn new(own: &mut Prefix) -> Self {
+    pub(super) fn new(own: &mut Prefix, names: TenantNames) -> Self {
         Self {
+            names,
             bytes: own.add(
                 "tenant_bytes",
                 "Bytes of a tenant, those being written included",
@@ -179,7 +181,7 @@ impl TenantMetrics {
             };
             since.count(usage.as_ref());
             let bytes = usage.as_ref().map_or(0, |usage| usage.counted_bytes);
-            self.tell(label(salt), &name, bytes, &since.counts);
+            self.tell(label(&self.names, salt), &name, bytes, &since.counts);
             other_bytes = other_bytes.saturating_sub(bytes);
             for (other, own) in other.iter_mut().zip(since.counts) {
                 *other = other.saturating_sub(own);
@@ -200,13 +202,13 @@ impl TenantMetrics {
     }
 }
 
-/// The label value of a tenant: its salt, or a hash of one that means something else here or is very long.
-fn label(salt: &Arc<str>) -> Arc<str> {
-    match &**salt {
+/// The label value of a tenant: its name, or a hash of the salt if that means something else here or is very long.
+fn label(names: &TenantNames, salt: &str) -> Arc<str> {
+    match &*names.name(salt) {
         "" => DEFAULT.into(),
         OTHER | DEFAULT => ShownSalt(salt).to_string().into(),
-        odd if odd.starts_with('~') || odd.len() > MAX_BYTES => ShownSalt(odd).to_string().into(),
-        _ => Arc::clone(salt),
+        odd if odd.starts_with('~') || odd.len() > MAX_BYTES => ShownSalt(salt).to_string().into(),
+        name => name.into(),
     }
 }
 

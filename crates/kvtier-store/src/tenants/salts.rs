@@ -5,19 +5,26 @@
 use std::borrow::Cow;
 
 use kvtier_common::error::{Error, Result};
-use kvtier_core::object_key::{KeyError, KeyScope, SaltKey, check_cache_salt};
+use kvtier_core::object_key::{KeyError, KeyScope, SaltKey, TenantNames, check_cache_salt};
 use kvtier_proto::key::CacheKey;
 
 use kvtier_config::TenantSettings;
 
 /// Names of tenants: their salts, or keyed hashes of them.
 #[derive(Debug)]
-pub struct Salts(Option<SaltKey>);
+pub struct Salts {
+    key: Option<SaltKey>,
+    /// Names that operators read and write.
+    pub names: TenantNames,
+}
 
 impl Salts {
     /// Names hashed with this key, if there is one.
     pub fn of(key: Option<SaltKey>) -> Self {
-        Self(key)
+        Self {
+            key,
+            names: TenantNames::default(),
+        }
     }
 
     /// Names as configured.
@@ -29,19 +36,20 @@ impl Salts {
         if let Some(key) = &key {
             tracing::info!(secret = key.fingerprint(), "cache salts are hashed");
         }
-        Ok(Self(key))
+        let names = settings.names();
+        Ok(Self { key, names })
     }
 
     /// A number that stands for these names: other names have another, as far as 32 bits allow.
     pub fn number(&self) -> u64 {
-        let text = self.0.as_ref().map(SaltKey::fingerprint);
+        let text = self.key.as_ref().map(SaltKey::fingerprint);
         let number = text.and_then(|text| u64::from_str_radix(&text, 16).ok());
         number.map_or(0, |number| number | 1 << 32)
     }
 
     /// The name of the tenant of a client. One whose salt looks like a hash is no other tenant.
     pub fn of_client<'a>(&self, salt: &'a str) -> Cow<'a, str> {
-        match &self.0 {
+        match &self.key {
             None => salt.into(),
             Some(key) => key.hashed(salt).into(),
         }
@@ -49,7 +57,7 @@ impl Salts {
 
     /// The name of a tenant that an operator means, by its salt or by the hash that listings show.
     pub fn of_operator<'a>(&self, salt: &'a str) -> Cow<'a, str> {
-        match &self.0 {
+        match &self.key {
             None => salt.into(),
             Some(key) => key.hashed_once(salt),
         }
@@ -61,7 +69,7 @@ impl Salts {
     /// # Errors
     /// A salt, where salts are hashed.
     pub fn of_reader<'a>(&self, name: &'a str) -> Result<Cow<'a, str>> {
-        if self.0.is_none() || SaltKey::is_hash(name) {
+        if self.key.is_none() || SaltKey::is_hash(name) {
             return Ok(name.into());
         }
         Err(Error::refused(

@@ -112,7 +112,7 @@ enum QuotaCommand {
     },
 }
 
-/// Checks a tenant's salt; returns it as a part of a path.
+/// Checks a tenant's name; returns it as a part of a path.
 fn salt(text: &str) -> Result<String> {
     if text.is_empty() {
         return Err(Error::refused("give _default for requests without a salt"));
@@ -121,10 +121,7 @@ fn salt(text: &str) -> Result<String> {
         let what = "that is an address; give the tenant first, the server last or with --url";
         return Err(Error::refused(what));
     }
-    // The tenant whose salt is literally _default.
-    if text != "@_default" {
-        check_cache_salt(text).map_err(Error::refused)?;
-    }
+    check_cache_salt(text.strip_prefix('@').unwrap_or(text)).map_err(Error::refused)?;
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'~');
     let encode = |byte: u8| {
         if plain(byte) {

@@ -7,4 +7,5 @@ mod hashed;
 mod hostile;
 mod isolation;
 mod logs;
+mod named;
 mod others;

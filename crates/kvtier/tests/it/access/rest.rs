@@ -131,5 +131,6 @@ scenarios! {
     without_tokens_web_pages_of_others_are_kept_out: "open.toml";
     what_is_absent_by_design_is_absent: "absent.toml";
     hostile_salts_have_exact_answers: "salts.toml";
+    tenants_are_named_without_their_prefix: "tenant_names.toml";
     dashboard_needs_a_token_for_what_it_shows: "dashboard.toml";
 }
