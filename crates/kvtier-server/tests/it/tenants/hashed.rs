@@ -42,7 +42,7 @@ fn hashed_tenants_are_the_same_after_a_restart() {
             "/cache/objects?tier=l1",
             "/status",
         ] {
-            all.push_str(&request(server, "GET", path, "").1);
+            all.push_str(&request(server, "GET", path, "").2);
         }
         all
     };
