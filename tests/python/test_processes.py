@@ -165,23 +165,20 @@ def test_segments_of_killed_process_are_removed(place, kind):
 
 # proves: docs/troubleshoot.md#an-engine-dies
 def test_orphaned_segments_are_removed_at_next_start(place):
-    """Only segments of this package, of processes that have certainly ended."""
+    """Only segments that no process has open or mapped."""
     server = place.server()
     server.expect_trouble("instance|worker|register|process has ended")
-    others = Path(f"/dev/shm/lmcache_kv_{2**22 + 1}_0")
-    others.touch()
+    opened = Path(f"/dev/shm/lmcache_kv_{2**22 + 1}_0")
     living = Segment(4096)
-    try:
+    with opened.open("x"):
         code = ENDING.replace("kind = sys", "os.kill(int(sys.argv[3]), 9)\nkind = sys")
         done = python(code, server.url, "_exit", str(server.process.pid))
         assert segments_of(done) != []
         server.kill()
         Segment(4096).unlink()
         assert segments_of(done) == []
-        assert others.exists() and os.path.exists(f"/dev/shm{living.name}")
-    finally:
-        others.unlink()
-        living.unlink()
+        assert opened.exists() and os.path.exists(f"/dev/shm{living.name}")
+    living.unlink()
     # It replaces the pool that the killed server has left.
     server.start()
 

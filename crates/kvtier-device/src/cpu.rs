@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use kvtier_memory::{AffineCopy, ForeignSegment, SegmentError, copy_affine};
+use kvtier_memory::{AffineCopy, ForeignSegment, copy_affine};
 
 use crate::device::{ChunkCopy, Device, DeviceError, Done, EngineMemory, Transfer};
 use crate::error::LayoutError;
@@ -81,22 +81,10 @@ impl EngineMemory for CpuMemory {
             .collect()
     }
 
-    /// Tests one segment: all have the same creator.
+    /// Tests one segment: all are of one engine.
     fn has_ended(&self) -> bool {
         let first = self.segments.first();
-        first.is_some_and(ForeignSegment::creator_has_ended)
-    }
-
-    fn remove_orphans(&self) -> Vec<Result<String, SegmentError>> {
-        let mut removed = Vec::new();
-        for segment in &self.segments {
-            match segment.unlink_if_orphan() {
-                Ok(true) => removed.push(Ok(segment.name().to_owned())),
-                Ok(false) => {}
-                Err(error) => removed.push(Err(error)),
-            }
-        }
-        removed
+        first.is_some_and(ForeignSegment::is_orphan)
     }
 
     fn device(&self) -> &'static str {

@@ -102,10 +102,6 @@ pub trait EngineMemory: Send + Sync {
         false
     }
 
-    /// Removes the named memory that a dead engine left behind; nothing whose creator may be alive. Returns the removed
-    /// names, and an error for each failed removal.
-    fn remove_orphans(&self) -> Vec<Result<String, SegmentError>>;
-
     /// NUMA node of the pages' device, if known and relevant.
     fn numa_node(&self) -> Option<u32> {
         None

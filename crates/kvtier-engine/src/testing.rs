@@ -12,7 +12,6 @@ use kvtier_common::sync::Mutex;
 use kvtier_core::ChunkHash;
 use kvtier_core::prompt::Prompt;
 use kvtier_device::{DeviceError, Done, EngineMemory, KvLayout, OnSubmitted, Transfer};
-use kvtier_memory::SegmentError;
 use kvtier_proto::descriptor::Dtype;
 use kvtier_proto::generation::Release;
 use kvtier_proto::inline::InlineForm;
@@ -130,10 +129,6 @@ impl EngineMemory for TestPages {
     }
 
     fn identity(&self) -> Vec<u64> {
-        Vec::new()
-    }
-
-    fn remove_orphans(&self) -> Vec<Result<String, SegmentError>> {
         Vec::new()
     }
 

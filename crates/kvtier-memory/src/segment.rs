@@ -1,36 +1,27 @@
 //! Shared memory segments that engines create and share: from our side ([`ForeignSegment`]) and
 //! from theirs ([`OwnSegment`]).
 //!
-//! A client of kvtier's locks the file of a segment before it uses it, shared, and its mapping keeps that lock: it ends with the last
-//! process that has the segment mapped, in whichever PID namespace. Names of such segments are marked, so that
-//! [`remove_orphans`] finds those without a lock. One that was removed before it was locked is made again.
+//! A segment whose file no other process has open or mapped is an orphan: its engine has ended. The kernel answers that for every PID
+//! namespace, so the process id in a name means nothing here.
 
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rustix::fs::{FileType, FlockOperation, Mode};
+use rustix::fs::{FileType, Mode};
 use rustix::shm::{self, OFlags};
 
 use crate::access::AccessError;
 use crate::fault::TableFull;
 use crate::mapping::{MapError, Mapping};
-use crate::process::SeenProcess;
-use crate::shm_file::{FileId, NAME_MAX, NO_FOLLOW, NO_WAIT, SHM_PREFIX, Space};
+use crate::shm_file::{FileId, NAME_MAX, NO_FOLLOW, NO_WAIT, SHM, SHM_PREFIX, Space, is_alone};
 use kvtier_common::extent::Extent;
 
 /// What every segment's name begins with: `/lmcache_kv_<pid>_<n>` (LMCache 0.5.6 clients, for
 /// KV caches in CPU memory). Other names are refused: a client must not make us write into
 /// segments that belong to other programs, or into our own arena.
 pub const SEGMENT_PREFIX: &str = "/lmcache_kv_";
-
-/// First digits of the number in the name of a segment that its client locks; others number theirs from 0. The Python package
-/// has the same mark.
-const MARK: &str = "58";
-
-/// Digits after the mark.
-const MARKED_DIGITS: usize = 18;
 
 /// Why a segment could not be opened or created.
 #[derive(Debug, thiserror::Error)]
@@ -144,11 +135,11 @@ fn max_segment_bytes(file: &OwnedFd) -> rustix::io::Result<u64> {
 #[derive(Debug)]
 pub struct ForeignSegment {
     name: String,
-    file: FileId,
+    /// Open as long as it is mapped: the kernel counts both as one, so that it can tell whether others have the file.
+    file: OwnedFd,
+    id: FileId,
     /// Bytes of the whole file.
     file_bytes: u64,
-    /// The process in the name, if it was seen to have the segment mapped when we mapped it.
-    creator: Option<SeenProcess>,
     mapping: Mapping,
     _mapped: MappedBytes,
 }
@@ -211,13 +202,12 @@ impl ForeignSegment {
         let mapped = MappedBytes::add(bytes, allowed.saturating_mul(MAPPED_FACTOR))?;
         let mapping =
             Mapping::shared(file.as_fd(), len, "segment").map_err(|e| map_error(e, name))?;
-        let file = FileId::of(&stat);
         Ok(Self {
             _mapped: mapped,
             name: name.to_owned(),
             file,
+            id: FileId::of(&stat),
             file_bytes: actual,
-            creator: creator_of(name).and_then(|process| SeenProcess::find_mapper(process, file)),
             mapping,
         })
     }
@@ -226,47 +216,21 @@ impl ForeignSegment {
     /// restarts with the process id of an earlier one makes other memory of the same name.
     #[must_use]
     pub fn is_current(&self) -> bool {
-        !self.is_poisoned() && FileId::named(&self.name) == Some(self.file)
+        !self.is_poisoned() && FileId::named(&self.name) == Some(self.id)
     }
 
-    /// Device, inode and size of its file; number and start time of the process that created it, or zeroes if that was not seen to
-    /// have it mapped at the time of our mapping. Until the next boot, what has all of these again is the same segment of the same
-    /// process.
+    /// Device, inode and size of its file. Until the next boot, what has all of these again is the same segment.
     #[must_use]
-    pub fn identity(&self) -> [u64; 5] {
-        let [device, inode] = self.file.numbers();
-        let [process, started] = self.creator.map_or([0; 2], |seen| seen.numbers());
-        [device, inode, self.file_bytes, process, started]
+    pub fn identity(&self) -> [u64; 3] {
+        let [device, inode] = self.id.numbers();
+        [device, inode, self.file_bytes]
     }
 
-    /// Whether the process that created it has ended. False if that process was not seen to have it mapped at the time of
-    /// our mapping.
+    /// Whether it is known that no other process has it open or mapped: its engine has ended. Of another user's segment that is
+    /// not known.
     #[must_use]
-    pub fn creator_has_ended(&self) -> bool {
-        self.creator.as_ref().is_some_and(SeenProcess::has_ended)
-    }
-
-    /// Unlinks it if the process that created it has ended; returns whether it did.
-    ///
-    /// It stays when that process was not seen to have it mapped at the time of our mapping, as one
-    /// of another PID namespace is not, and when the name leads to other memory by now.
-    ///
-    /// # Errors
-    /// [`SegmentError::System`].
-    pub fn unlink_if_orphan(&self) -> Result<bool, SegmentError> {
-        let is_orphan = self.creator_has_ended() && FileId::named(&self.name) == Some(self.file);
-        if !is_orphan {
-            return Ok(false);
-        }
-        match shm::unlink(&self.name) {
-            Ok(()) => Ok(true),
-            Err(rustix::io::Errno::NOENT) => Ok(false),
-            Err(e) => Err(SegmentError::System {
-                action: "unlink",
-                name: self.name.clone(),
-                source: e.into(),
-            }),
-        }
+    pub fn is_orphan(&self) -> bool {
+        is_alone(&self.file)
     }
 
     /// Returns the segment's name, with the slash.
@@ -286,12 +250,6 @@ impl ForeignSegment {
     #[must_use]
     pub fn is_poisoned(&self) -> bool {
         self.mapping.poisoned().is_some()
-    }
-
-    /// Process that created it, as its name says.
-    #[must_use]
-    pub fn creator(&self) -> Option<u32> {
-        creator_of(&self.name)
     }
 
     /// Copies `bytes` to `offset`.
@@ -336,28 +294,21 @@ pub struct OwnSegment {
 }
 
 impl OwnSegment {
-    /// Creates a locked segment of `bytes` bytes under a name that no segment has.
+    /// Creates a segment of `bytes` bytes under a name that no segment has.
     ///
     /// # Errors
     /// See [`SegmentError`].
     pub fn create(bytes: u64) -> Result<Self, SegmentError> {
         let len = mappable(bytes, u64::MAX)?;
-        let process = std::process::id();
-        let (name, file) = loop {
-            let number = RandomState::new().build_hasher().finish() % 10_u64.pow(18);
-            let name = format!("{SEGMENT_PREFIX}{process}_{MARK}{number:0MARKED_DIGITS$}");
-            match create_locked(&name) {
-                Ok(Some(file)) => break (name, file),
-                Ok(None) => {}
-                Err(e) => {
-                    return Err(SegmentError::System {
-                        action: "create",
-                        name,
-                        source: e.into(),
-                    });
-                }
-            }
-        };
+        let number = RandomState::new().build_hasher().finish() % 10_u64.pow(18);
+        let name = format!("{SEGMENT_PREFIX}{}_{number}", std::process::id());
+        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR;
+        let file =
+            shm::open(&name, flags, Mode::RUSR | Mode::WUSR).map_err(|e| SegmentError::System {
+                action: "create",
+                name: name.clone(),
+                source: e.into(),
+            })?;
         let made = rustix::fs::ftruncate(&file, bytes)
             .and_then(|()| rustix::fs::fstat(&file))
             .map_err(MapError::System)
@@ -366,9 +317,9 @@ impl OwnSegment {
             Ok((stat, mapping)) => Ok(Self {
                 segment: ForeignSegment {
                     name,
-                    file: FileId::of(&stat),
+                    file,
+                    id: FileId::of(&stat),
                     file_bytes: bytes,
-                    creator: SeenProcess::find(process),
                     mapping,
                     _mapped: MappedBytes(0),
                 },
@@ -401,64 +352,30 @@ impl Drop for OwnSegment {
     }
 }
 
-/// Creates a file and locks it; `None` if the name was taken, or the file removed before it was locked.
-fn create_locked(name: &str) -> rustix::io::Result<Option<OwnedFd>> {
-    let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR;
-    let file = match shm::open(name, flags, Mode::RUSR | Mode::WUSR) {
-        Err(rustix::io::Errno::EXIST) => return Ok(None),
-        file => file?,
-    };
-    let is_locked = rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared).is_ok();
-    let is_there = FileId::named(name) == Some(FileId::of(&rustix::fs::fstat(&file)?));
-    Ok((is_locked && is_there).then_some(file))
-}
-
-/// Removes the segments of kvtier's clients that no process has mapped any more, such as those of killed ones; returns their
-/// names. Segments of other programs and other users stay.
+/// Removes the segments of this user that no process has open or mapped any more, such as those of killed engines; returns their
+/// names.
 #[must_use]
 pub fn remove_orphans() -> Vec<String> {
-    let Ok(all) = std::fs::read_dir("/dev/shm") else {
+    let Ok(all) = std::fs::read_dir(SHM) else {
         return Vec::new();
     };
     let names = all
         .flatten()
         .filter_map(|entry| Some(format!("/{}", entry.file_name().to_str()?)));
-    let is_removed = |name: &String| is_marked(name) && remove_orphan(name) == Ok(true);
+    let is_removed = |name: &String| check_name(name).is_ok() && remove_orphan(name) == Ok(true);
     names.filter(is_removed).collect()
-}
-
-/// Whether the client that created the segment `name` locks it.
-fn is_marked(name: &str) -> bool {
-    let number = name.rsplit_once('_').map_or("", |(_, number)| number);
-    creator_of(name).is_some()
-        && number.len() == MARK.len() + MARKED_DIGITS
-        && number.starts_with(MARK)
 }
 
 fn remove_orphan(name: &str) -> rustix::io::Result<bool> {
     let file = shm::open(name, OFlags::RDWR | NO_FOLLOW | NO_WAIT, Mode::empty())?;
     let stat = rustix::fs::fstat(&file)?;
-    if stat.st_uid != rustix::process::geteuid().as_raw() {
-        return Ok(false);
-    }
-    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+    let is_own = stat.st_uid == rustix::process::geteuid().as_raw();
     // Another process may have removed it, and a client made another one of that name.
-    if FileId::named(name) != Some(FileId::of(&stat)) {
-        return Ok(false);
+    let is_removed = is_own && is_alone(&file) && FileId::named(name) == Some(FileId::of(&stat));
+    if is_removed {
+        shm::unlink(name)?;
     }
-    shm::unlink(name)?;
-    Ok(true)
-}
-
-/// Process that created the segment `name`, as the name says: `/lmcache_kv_<pid>_<n>`.
-#[must_use]
-pub fn creator_of(name: &str) -> Option<u32> {
-    let (process, number) = name.strip_prefix(SEGMENT_PREFIX)?.split_once('_')?;
-    let digits = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
-    if !digits(process) || !digits(number) {
-        return None;
-    }
-    process.parse().ok().filter(|p| *p > 0)
+    Ok(is_removed)
 }
 
 fn check_name(name: &str) -> Result<(), SegmentError> {

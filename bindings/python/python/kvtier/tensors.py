@@ -10,6 +10,7 @@ import logging
 import mmap
 import os
 import random
+import signal
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,27 +19,23 @@ from ._native import KvTierError
 
 logger = logging.getLogger(__name__)
 
-# First digits of a segment's number, as the server has them. Other programs use small numbers, so their segments do not match.
-_MARK = "58"
-_DIGITS = 18
-
 
 class Segment:
     """A POSIX shared-memory segment of this process, under the name that engines' memory has on the wire.
 
-    The name is removed with the object, at the latest with the interpreter. The lock on the file ends with the last process
-    that has it mapped, even if that is killed: servers and :func:`remove_orphans` remove names whose file has no lock.
+    The name is removed with the object, at the latest with the interpreter. If the process is killed, servers and
+    :func:`remove_orphans` remove it.
     """
 
     def __init__(self, size: int) -> None:
         remove_orphans()
-        file, self.name = _new_file()
+        self.name = f"/lmcache_kv_{os.getpid()}_{random.SystemRandom().randrange(10**18)}"
+        file = os.open(f"/dev/shm{self.name}", os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600)
         self.size = size
         self._finalizer = weakref.finalize(self, _unlink, self.name, os.getpid())
         try:
             # Allocates the pages now: a full /dev/shm must be an error here, not a fault later.
             os.posix_fallocate(file, 0, size)
-            # The mapping keeps the lock.
             self.map = mmap.mmap(file, size)
         except OSError as error:
             self.unlink()
@@ -51,24 +48,6 @@ class Segment:
         self._finalizer()
 
 
-def _new_file() -> tuple[int, str]:
-    """Creates a locked file in ``/dev/shm``; returns it and its name."""
-    while True:
-        name = f"/lmcache_kv_{os.getpid()}_{_MARK}{random.SystemRandom().randrange(10**_DIGITS):0{_DIGITS}}"
-        try:
-            file = os.open(f"/dev/shm{name}", os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600)
-        except FileExistsError:
-            continue
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            # Another process may have removed it as an orphan before it was locked.
-            if os.path.samestat(os.stat(f"/dev/shm{name}"), os.fstat(file)):
-                return file, name
-        except (BlockingIOError, FileNotFoundError):
-            pass
-        os.close(file)
-
-
 def _unlink(name: str, owner: int) -> None:
     """Removes a segment's name, unless this is a fork of the process that created it."""
     if os.getpid() == owner:
@@ -77,17 +56,20 @@ def _unlink(name: str, owner: int) -> None:
 
 
 def remove_orphans() -> None:
-    """Removes this user's segments of this package that no process has mapped any more."""
-    for path in glob.glob(f"/dev/shm/lmcache_kv_*_{_MARK}{'[0-9]' * _DIGITS}"):
+    """Removes this user's segments that no process has open or mapped any more, in whichever PID namespace."""
+    for path in glob.glob("/dev/shm/lmcache_kv_*"):
         # Another user's, in use, or already removed.
         with contextlib.suppress(OSError):
-            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 if os.fstat(file).st_uid != os.geteuid():
                     continue
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(path)
-                logger.info("removed %s: no process has it mapped", path)
+                # A process that opens it meanwhile breaks the lease: by a signal that is ignored by default.
+                fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
+                fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+                if os.path.samestat(os.lstat(path), os.fstat(file)):
+                    os.unlink(path)
+                    logger.info("removed %s: no process has it mapped", path)
             finally:
                 os.close(file)
 

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvtier_common::sync::Mutex;
-use kvtier_memory::{Arena, SegmentError};
+use kvtier_memory::Arena;
 
 use super::device_copy::AddressRange;
 use super::driver::{DevicePtr, Driver, Stream};
@@ -263,11 +263,6 @@ impl EngineMemory for CudaMemory {
 
     fn owner(&self) -> Option<Owner> {
         self.owner.clone()
-    }
-
-    /// None: the driver frees memory when its process exits.
-    fn remove_orphans(&self) -> Vec<Result<String, SegmentError>> {
-        Vec::new()
     }
 
     fn numa_node(&self) -> Option<u32> {

@@ -313,15 +313,6 @@ impl Workers {
                 transfers,
                 "{why}"
             );
-            let orphans = instance.pages().map(|pages| pages.remove_orphans());
-            for removed in orphans.unwrap_or_default() {
-                match removed {
-                    Ok(name) => tracing::info!(name, "removed the shared memory of a dead worker"),
-                    Err(error) => {
-                        tracing::debug!(%error, "the shared memory of a dead worker stays")
-                    }
-                }
-            }
             self.release_unreadable(instance);
         }
         self.release(instances);

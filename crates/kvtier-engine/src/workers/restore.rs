@@ -131,7 +131,7 @@ fn reopen(
         .map_err(|error| (LeftOut::Memory, error))?;
     let pages = instance.pages();
     let identity = pages.map(|pages| pages.identity()).unwrap_or_default();
-    if identity != memory.pages {
+    if identity != memory.pages || pages.is_some_and(|pages| pages.has_ended()) {
         // The memory of another process, or of none: nothing is owed for it.
         pages.iter().for_each(|pages| pages.leave());
         let error = Error::refused("its memory is other memory by now, or its process has ended");

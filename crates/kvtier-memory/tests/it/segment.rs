@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Stdio};
 
-use kvtier_memory::segment::{creator_of, remove_orphans};
+use kvtier_memory::segment::remove_orphans;
 use kvtier_memory::{
     AccessError, AffineCopy, Arena, ArenaKind, Direction, Extent, ForeignSegment, OwnSegment, Run,
     SegmentError, copy_affine, copy_runs,
@@ -23,7 +23,6 @@ fn truncate(name: &str, bytes: u64) {
 fn both_sides_see_the_same_bytes() {
     let own = OwnSegment::create(10_000).unwrap();
     let foreign = ForeignSegment::open(own.name(), 10_000).unwrap();
-    assert_eq!(foreign.creator(), Some(std::process::id()));
     assert_eq!((foreign.len(), foreign.name()), (10_000, own.name()));
     own.as_segment().write(9_995, b"bytes").unwrap();
     let mut read = Vec::new();
@@ -59,29 +58,37 @@ fn only_segments_of_the_stated_size_are_opened() {
     }
 }
 
-/// A file of that size without memory behind it, until it is dropped.
-struct Sparse(String);
+/// A file in the place of a segment, which is open unless `held` is dropped; removed on drop.
+struct Named {
+    name: String,
+    held: Option<fs::File>,
+}
 
-impl Sparse {
+impl Named {
     fn create(number: u64, bytes: u64) -> Self {
         let name = format!("/lmcache_kv_{}_{number}", std::process::id());
-        fs::File::create(path_of(&name)).unwrap();
-        truncate(&name, bytes);
-        Self(name)
+        let file = fs::File::create(path_of(&name)).unwrap();
+        file.set_len(bytes).unwrap();
+        let held = Some(file);
+        Self { name, held }
+    }
+
+    fn is_there(&self) -> bool {
+        fs::exists(path_of(&self.name)).unwrap()
     }
 }
 
-impl Drop for Sparse {
+impl Drop for Named {
     fn drop(&mut self) {
-        fs::remove_file(path_of(&self.0)).unwrap();
+        let _ = fs::remove_file(path_of(&self.name));
     }
 }
 
 // proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
 #[test]
 fn sparse_segments_are_bounded_singly_and_together() {
-    let huge = Sparse::create(900, 1 << 44);
-    let Err(SegmentError::Size { allowed, .. }) = ForeignSegment::open(&huge.0, 1 << 44) else {
+    let huge = Named::create(900, 1 << 44);
+    let Err(SegmentError::Size { allowed, .. }) = ForeignSegment::open(&huge.name, 1 << 44) else {
         panic!("mapped");
     };
     let space = rustix::fs::statvfs("/dev/shm").unwrap();
@@ -89,9 +96,9 @@ fn sparse_segments_are_bounded_singly_and_together() {
     // Other tests have small ones.
     let bytes = allowed - (64 << 20);
     let sparse: Vec<_> = (901..906)
-        .map(|number| Sparse::create(number, bytes))
+        .map(|number| Named::create(number, bytes))
         .collect();
-    let open = |at: usize| ForeignSegment::open(&sparse[at].0, bytes);
+    let open = |at: usize| ForeignSegment::open(&sparse[at].name, bytes);
     let mut mapped: Vec<_> = (0..4).map(|at| open(at).unwrap()).collect();
     let Err(SegmentError::Sum {
         bytes: stated,
@@ -147,69 +154,30 @@ fn links_and_other_files_are_refused() {
     assert!(opened.is_err());
 }
 
-/// A process that runs until its stdin is closed, and a segment in its name.
-fn segment_of_a_child() -> (Child, String) {
-    let child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
-    let name = format!("/lmcache_kv_{}_{}", child.id(), std::process::id());
-    fs::write(path_of(&name), [1; 4096]).unwrap();
-    (child, name)
-}
-
 fn path_of(name: &str) -> String {
     format!("/dev/shm{name}")
 }
 
-/// A file in the place of a segment, with this number; removed on drop.
-struct Named(String);
-
-impl Named {
-    fn create(number: &str) -> Self {
-        let name = format!("/lmcache_kv_{}_{number}", std::process::id());
-        fs::write(path_of(&name), [1; 4096]).unwrap();
-        Self(name)
-    }
-
-    fn is_there(&self) -> bool {
-        fs::exists(path_of(&self.0)).unwrap()
-    }
-}
-
-impl Drop for Named {
-    fn drop(&mut self) {
-        let _ = fs::remove_file(path_of(&self.0));
-    }
-}
-
 // proves: docs/troubleshoot.md#an-engine-dies
 #[test]
-fn orphans_are_marked_segments_without_lock() {
+fn segments_that_no_process_has_are_removed() {
     let own = OwnSegment::create(4096).unwrap();
-    let unlocked = Named::create("58000000000000000001");
-    // Other processes remove orphans too: it has its name only with its lock.
-    let unnamed = Named::create("2");
-    let lock = fs::File::open(path_of(&unnamed.0)).unwrap();
-    lock.lock_shared().unwrap();
-    let prefix = unnamed.0.strip_suffix('2').unwrap();
-    let locked = Named(format!("{prefix}58000000000000000002"));
-    fs::rename(path_of(&unnamed.0), path_of(&locked.0)).unwrap();
-    let others = [
-        "0",
-        "5800000000000000003",
-        "580000000000000000004",
-        "59000000000000000005",
-    ];
-    let others = others.map(Named::create);
+    let mut opened = Named::create(2, 4096);
+    let mut mapped = Named::create(3, 4096);
+    let mapping = ForeignSegment::open(&mapped.name, 4096).unwrap();
+    mapped.held = None;
     let _ = remove_orphans();
-    assert!(!unlocked.is_there());
-    assert!(locked.is_there() && others.iter().all(Named::is_there));
+    assert!(opened.is_there() && mapped.is_there());
     assert!(fs::exists(path_of(own.name())).unwrap());
     // As the end of its process does.
-    drop(lock);
-    let _ = remove_orphans();
-    assert!(!locked.is_there());
+    opened.held = None;
+    drop(mapping);
+    // Other tests have each open for a moment.
+    while opened.is_there() || mapped.is_there() {
+        let _ = remove_orphans();
+    }
 }
 
-/// A new segment is removed as an orphan between its creation and its lock, or not at all.
 // proves: docs/troubleshoot.md#an-engine-dies
 #[test]
 fn removal_of_orphans_races_no_creation() {
@@ -230,13 +198,14 @@ fn removal_of_orphans_races_no_creation() {
 
 #[test]
 fn a_segment_is_current_while_its_name_leads_to_it() {
-    let (mut child, name) = segment_of_a_child();
+    let first = Named::create(4, 4096);
+    let name = first.name.clone();
     let segment = ForeignSegment::open(&name, 4096).unwrap();
     assert!(segment.is_current());
-    fs::remove_file(path_of(&name)).unwrap();
+    drop(first);
     assert!(!segment.is_current());
     // Made again, as a restarted client with the same process id does.
-    fs::write(path_of(&name), [2; 4096]).unwrap();
+    let _second = Named::create(4, 4096);
     assert!(!segment.is_current());
     let again = ForeignSegment::open(&name, 4096).unwrap();
     assert!(again.is_current());
@@ -255,9 +224,6 @@ fn a_segment_is_current_while_its_name_leads_to_it() {
             .success()
     );
     assert!(!again.is_current());
-    fs::remove_file(path_of(&name)).unwrap();
-    child.kill().unwrap();
-    child.wait().unwrap();
 }
 
 const LENDER: &str = "KVTIER_TEST_LENDER";
@@ -292,56 +258,24 @@ fn lender() -> (Child, String) {
 
 // proves: docs/troubleshoot.md#an-engine-dies
 #[test]
-fn orphans_are_unlinked_and_others_are_not() {
+fn a_segment_is_an_orphan_when_its_process_has_ended() {
     let own = OwnSegment::create(4096).unwrap();
     let foreign = ForeignSegment::open(own.name(), 4096).unwrap();
-    assert!(!foreign.unlink_if_orphan().unwrap());
-
+    assert!(!foreign.is_orphan());
     let (mut child, name) = lender();
-    let (first, second) = (
-        ForeignSegment::open(&name, 4096).unwrap(),
-        ForeignSegment::open(&name, 4096).unwrap(),
-    );
-    assert!(!first.unlink_if_orphan().unwrap());
+    let segment = ForeignSegment::open(&name, 4096).unwrap();
+    assert!(!segment.is_orphan());
     child.kill().unwrap();
-    child.wait().unwrap();
-    assert!(first.unlink_if_orphan().unwrap());
-    assert!(!fs::exists(path_of(&name)).unwrap());
-    assert!(!first.unlink_if_orphan().unwrap());
-    // Another one's, of the same name.
-    fs::write(path_of(&name), [2; 4096]).unwrap();
-    assert!(!second.unlink_if_orphan().unwrap());
-    fs::remove_file(path_of(&name)).unwrap();
-}
-
-// proves: docs/troubleshoot.md#an-engine-dies
-#[test]
-fn a_segment_of_another_pid_namespace_stays() {
-    // There its number is of a living process, which is unrelated to the one that has the number here.
-    let (mut stranger, name) = segment_of_a_child();
-    let segment = ForeignSegment::open(&name, 4096).unwrap();
-    stranger.kill().unwrap();
-    stranger.wait().unwrap();
-    assert!(!segment.unlink_if_orphan().unwrap());
-    // And here no process has the number.
-    let segment = ForeignSegment::open(&name, 4096).unwrap();
-    assert!(!segment.unlink_if_orphan().unwrap());
+    // Not waited for yet: a process that ended has no memory.
+    while !segment.is_orphan() {}
+    // It is ours now, and stays.
+    let _ = remove_orphans();
     assert!(segment.is_current());
-    fs::remove_file(path_of(&name)).unwrap();
-}
-
-#[test]
-fn segment_name_contains_its_creator() {
-    assert_eq!(creator_of("/lmcache_kv_12_3"), Some(12));
-    for name in [
-        "/lmcache_kv_12",
-        "/lmcache_kv_x_1",
-        "/lmcache_kv_+1_2",
-        "/lmcache_kv_0_2",
-        "/x_1_2",
-    ] {
-        assert_eq!(creator_of(name), None);
+    drop(segment);
+    while fs::exists(path_of(&name)).unwrap() {
+        let _ = remove_orphans();
     }
+    child.wait().unwrap();
 }
 
 // proves: docs/troubleshoot.md#shared-memory

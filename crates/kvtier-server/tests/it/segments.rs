@@ -1,5 +1,6 @@
-//! Segments of workers that share a process id: one behind the other, or in another PID namespace.
+//! Segments of workers: of two that share a name, one behind the other, and of those that ended.
 
+use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::FileExt;
 use std::process::{Child, Command, Stdio};
@@ -22,12 +23,14 @@ const BYTES: u64 = 2 * BLOCKS * PIECE;
 /// What an engine has in `/dev/shm`: one layer `[2, blocks, 4, 2, 16]`. Removed on drop.
 struct Pages {
     name: String,
+    /// Open as long as its engine lives, as what no process has is removed.
+    held: Option<File>,
 }
 
 impl Pages {
     fn new(process: u32) -> Self {
         let name = format!("/lmcache_kv_{process}_{}", std::process::id());
-        let pages = Self { name };
+        let mut pages = Self { name, held: None };
         pages.make(0);
         pages
     }
@@ -37,9 +40,11 @@ impl Pages {
     }
 
     /// Creates the file again, as another process does that follows this one.
-    fn make(&self, byte: u8) {
+    fn make(&mut self, byte: u8) {
         let _ = std::fs::remove_file(self.path());
-        std::fs::write(self.path(), [byte; BYTES as usize]).unwrap();
+        let file = File::create(self.path()).unwrap();
+        file.write_all_at(&[byte; BYTES as usize], 0).unwrap();
+        self.held = Some(file);
     }
 
     fn exist(&self) -> bool {
@@ -47,7 +52,7 @@ impl Pages {
     }
 
     fn fill(&self, block: u64, byte: u8) {
-        let file = std::fs::File::options().write(true).open(self.path());
+        let file = File::options().write(true).open(self.path());
         for plane in 0..2 {
             let at = (plane * BLOCKS + block) * PIECE;
             let file = file.as_ref().unwrap();
@@ -109,11 +114,6 @@ impl Drop for Pages {
 
 const ENGINE: InstanceId = InstanceId(7);
 
-/// A process that lives until it is killed.
-fn process() -> Child {
-    Command::new("cat").stdin(Stdio::piped()).spawn().unwrap()
-}
-
 const LENDER: &str = "KVTIER_TEST_LENDER";
 
 /// Not a test of its own: a worker that has its pages mapped and lives until it is killed.
@@ -143,7 +143,7 @@ fn lender() -> (Child, Pages) {
     let mut stderr = BufReader::new(child.stderr.take().unwrap());
     stderr.read_line(&mut name).unwrap();
     let name = name.trim_end().to_owned();
-    (child, Pages { name })
+    (child, Pages { name, held: None })
 }
 
 fn end(mut process: Child) {
@@ -156,8 +156,7 @@ fn end(mut process: Child) {
 fn restarted_worker_with_same_pid_uses_new_memory() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("segments/again");
-    let process = process();
-    let pages = Pages::new(process.id());
+    let mut pages = Pages::new(1);
     let mut connection = server.connect();
     pages.register(&mut connection, &scope);
     // Again the same changes nothing.
@@ -190,7 +189,6 @@ fn restarted_worker_with_same_pid_uses_new_memory() {
     let read: Vec<_> = (0..BLOCKS).map(|block| pages.byte(block)).collect();
     assert_eq!(read, [0, 0, 0, 0, 41, 42, 43, 44]);
     server.assert_sound();
-    end(process);
 }
 
 // proves: docs/troubleshoot.md#an-engine-dies
@@ -219,13 +217,6 @@ fn silent_worker_keeps_memory_while_possibly_alive() {
     assert_eq!(server.readings().instances, 0);
     assert!(pages.exist());
     end(silent);
-
-    // In the worker's own PID namespace its number is a living process; here it is another process, which ends.
-    let stranger = process();
-    let pages = Pages::new(stranger.id());
-    pages.register(&mut server.connect(), &Scope::new("segments/elsewhere"));
-    end(stranger);
-    server.pass(Duration::from_secs(3610));
-    assert_eq!(server.readings().instances, 0);
-    assert!(pages.exist());
+    server.pass(Duration::from_secs(2));
+    assert!(!pages.exist());
 }
