@@ -1,6 +1,7 @@
 //! The tiers below L1, and how they are used.
 
 use std::collections::BTreeMap;
+use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -175,7 +176,8 @@ fn check_directory(path: &Path, read_only: bool) -> Result<()> {
 
 /// Whether directories can be made in this one, which permissions alone do not say, as of /proc.
 fn takes_directories(there: &Path) -> bool {
-    let name = there.join(format!(".kvtier-check-{}", std::process::id()));
+    let number = RandomState::new().build_hasher().finish();
+    let name = there.join(format!(".kvtier-check-{number:016x}"));
     std::fs::create_dir(&name).is_ok_and(|()| std::fs::remove_dir(&name).is_ok())
 }
 

@@ -76,9 +76,12 @@ impl StateDir {
         let stat = stat(&directory)?;
         let random = random_id(&directory).map_err(|error| error.context(ID))?;
         // A file system that is full or read-only would fail later, when something has to be kept.
-        let pid = format!("{}\n", std::process::id());
+        // In a pod the host is the pod: without it the id of a process in another one means nothing.
+        let host = rustix::system::uname();
+        let host = host.nodename().to_string_lossy();
+        let process = format!("{} on {host}\n", std::process::id());
         let written = lock.set_len(0);
-        let written = written.and_then(|()| lock.write_all_at(pid.as_bytes(), 0));
+        let written = written.and_then(|()| lock.write_all_at(process.as_bytes(), 0));
         written.map_err(|error| Error::io("cannot be written", error))?;
         Ok(Self {
             path: path.to_owned(),
@@ -316,11 +319,12 @@ fn stat(file: &OwnedFd) -> Result<Stat> {
 
 /// The error for a folder that another server has locked.
 fn in_use(lock: &File) -> Error {
-    let mut start = [0; 24];
+    let mut start = [0; 128];
     let read = lock.read_at(&mut start, 0).unwrap_or(0);
-    let pid = std::str::from_utf8(&start[..read]).map(str::trim);
-    let server = match pid {
-        Ok(pid) if pid.parse::<u32>().is_ok() => format!("process {pid}"),
+    let text = std::str::from_utf8(&start[..read]).unwrap_or_default();
+    let id = text.split_whitespace().next().map(str::parse::<u32>);
+    let server = match id {
+        Some(Ok(_)) => format!("process {}", text.trim()),
         _ => "another process".to_owned(),
     };
     Error::new(

@@ -68,7 +68,7 @@ fn second_server_learns_the_process_id_of_the_first() {
     let error = StateDir::open(base.path(), "a").unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InUse);
     let told = error.to_string();
-    let pid = format!("process {};", std::process::id());
+    let pid = format!("process {} on ", std::process::id());
     assert!(
         told.contains(&pid) && told.contains("--instance-id"),
         "{told}"

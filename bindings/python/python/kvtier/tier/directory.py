@@ -9,12 +9,13 @@ reader sees a part of it. For production use kvtier's own ``fs``, which is faste
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
+import secrets
 import struct
 import sys
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -38,15 +39,12 @@ class Directory(Tier):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
-        self._lock = threading.Lock()
-        self._written = 0
         self._path.mkdir(parents=True, exist_ok=True)
-        for left in self._path.glob(f"{TEMPORARY}{os.uname().nodename}-*"):
-            # Of a process that has ended.
-            with suppress(OSError, ValueError):
-                number = int(left.name.split("-")[-2])
-                if not Path(f"/proc/{number}").exists():
-                    left.unlink()
+        for left in self._path.glob(f"{TEMPORARY}*"):
+            # Of a process that has ended: it has no lock any more.
+            with suppress(OSError), open(left, "r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left.unlink()
 
     def store(self, objects: Sequence[StoreObject]) -> Sequence[bool | TierError]:
         return [self._each(self._store_one, one) for one in objects]
@@ -94,17 +92,15 @@ class Directory(Tier):
         header = json.dumps({"key": one.key, "meta": one.meta, "len": len(one.data)}).encode()
         if len(header) > MAX_HEADER:
             raise TierError("refused", "the key is too long")
-        with self._lock:
-            self._written += 1
-            number = self._written
-        temporary = self._path / f"{TEMPORARY}{os.uname().nodename}-{os.getpid()}-{number}"
+        temporary = self._path / f"{TEMPORARY}{secrets.token_hex(8)}"
         target = self._file(_name(one.key))
         try:
             with open(temporary, "xb", buffering=0) as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
                 _write(file, HEAD.pack(MAGIC, len(header)) + header)
                 _write(file, one.data)
-            target.parent.mkdir(exist_ok=True)
-            os.replace(temporary, target)
+                target.parent.mkdir(exist_ok=True)
+                os.replace(temporary, target)
         except BaseException:
             with suppress(OSError):
                 temporary.unlink()
