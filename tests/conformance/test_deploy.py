@@ -188,21 +188,15 @@ def test_manifests_start_the_server_with_its_own_flags(tmp_path):
     assert subcommand == "server"
     check_flags(arguments, {"/etc/kvtier/tokens/tokens": token_file(tmp_path)})
     given = dict(zip(arguments[::2], arguments[1::2], strict=True))
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert ports == {"requests": int(given["--port"]), "http": int(given["--http-port"])}
+    assert {port["name"]: port["containerPort"] for port in container["ports"]} == {"http": int(given["--http-port"])}
     memory = float(container["resources"]["limits"]["memory"].removesuffix("Gi"))
     assert memory >= float(given["--l1-size-gb"]) + 2
     assert pod["terminationGracePeriodSeconds"] > stop_seconds()
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     used = [value for value in given.values() if value.startswith("/")]
     assert all(any(value.startswith(f"{mount}/") for mount in mounts) for value in used), "a path is not mounted"
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    assert volumes["shm"]["hostPath"]["path"] == "/dev/shm"
-    # What stays on the node has the namespace in its name, as two servers on a node need two.
     assert given["--state-dir"].startswith("/dev/shm/")
-    variables = {variable["name"] for variable in container["env"]}
-    for flag in ("--instance-id", "--shm-name"):
-        assert set(re.findall(r"\$\((\w+)\)", given[flag])) == {"NAMESPACE"} <= variables
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
 
 
@@ -226,6 +220,13 @@ def test_manifests_find_each_other():
     assert {port["targetPort"] for port in found["Service"]["spec"]["ports"]} == names
     rules = found["NetworkPolicy"]["spec"]["ingress"]
     assert {port["port"] for rule in rules for port in rule["ports"]} == names
+    claim, volume = found["PersistentVolumeClaim"], found["PersistentVolume"]
+    assert claim["spec"]["volumeName"] == volume["metadata"]["name"]
+    assert claim["spec"]["resources"]["requests"] == volume["spec"]["capacity"]
+    [term] = volume["spec"]["nodeAffinity"]["required"]["nodeSelectorTerms"]
+    assert term["matchExpressions"] == [
+        {"key": key, "operator": "In", "values": [value]} for key, value in daemon["template"]["spec"]["nodeSelector"].items()
+    ]
     [scrape] = found["ServiceMonitor"]["spec"]["endpoints"]
     assert scrape["port"] in {port["name"] for port in found["Service"]["spec"]["ports"]}
     folder = DEPLOY / "kubernetes" / "base"
@@ -234,9 +235,35 @@ def test_manifests_find_each_other():
 
 
 # proves: docs/operate.md#kubernetes
+@pytest.mark.parametrize("engine", ["engine.yaml", "engine-gpu.yaml"])
+def test_pods_are_restricted_and_share_one_directory(engine):
+    """Server and engine are as Pod Security `restricted` has it, of one user and with one /dev/shm, where the engine finds the socket."""
+    found = manifests()
+    assert found["Namespace"]["metadata"]["labels"] == {"pod-security.kubernetes.io/enforce": "restricted"}
+    pods = [daemon["spec"]["template"]["spec"] for daemon in (found["DaemonSet"], documents(DEPLOY / "kubernetes" / engine)["Deployment"])]
+    shared = []
+    for pod in pods:
+        context, [container] = pod["securityContext"], pod["containers"]
+        assert context["runAsNonRoot"] and context["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+        }  # fmt: skip
+        assert not [name for name in pod if name.startswith("host")]
+        volumes = {volume.pop("name"): volume for volume in pod["volumes"]}
+        assert {kind for volume in volumes.values() for kind in volume} <= {"emptyDir", "secret", "persistentVolumeClaim"}
+        [memory] = [mount for mount in container["volumeMounts"] if mount["mountPath"] == "/dev/shm"]
+        shared.append((context["runAsUser"], memory["subPath"], volumes[memory["name"]]))
+    assert shared[0] == shared[1] == (65532, "kvtier", {"persistentVolumeClaim": {"claimName": "kvtier-shm"}})
+    server, arguments = (pod["containers"][0]["args"] for pod in pods)
+    transfer = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+    host = transfer.get("kvtier.url") or f"{transfer['lmcache.mp.host']}:{transfer['lmcache.mp.port']}"
+    assert host == server[server.index("--host") + 1]
+
+
+# proves: docs/operate.md#kubernetes
 @pytest.mark.parametrize("variant", ["base", "gpu"])
 def test_kustomize_builds_the_manifests(variant):
-    """`kubectl kustomize` accepts them; on GPUs the namespaces of the node are shared."""
+    """`kubectl kustomize` accepts them; on GPUs the server sees all."""
     if not shutil.which("kubectl"):
         pytest.skip("kubectl is not installed: the manifests are not built")
     folder = DEPLOY / "kubernetes" / variant
@@ -245,8 +272,7 @@ def test_kustomize_builds_the_manifests(variant):
     built = {document["kind"]: document for document in yaml.safe_load_all(done.stdout)}
     assert set(built) == set(manifests()) - {"Kustomization"}
     pod = built["DaemonSet"]["spec"]["template"]["spec"]
-    assert [pod.get("hostIPC", False), pod.get("hostPID", False)] == [variant == "gpu"] * 2
-    assert "NAMESPACE" in {variable["name"] for variable in pod["containers"][0]["env"]}
+    assert ("runtimeClassName" in pod) == ("env" in pod["containers"][0]) == (variant == "gpu")
 
 
 # proves: docs/operate.md#kubernetes

@@ -41,8 +41,8 @@ START = (
     "container its port must be open"
 )
 SHARE = (
-    "give server and engine one /dev/shm (docker: --ipc=host for both, or --ipc=container:NAME; Kubernetes: one pod with a "
-    "memory emptyDir at /dev/shm) and the same user"
+    "give server and engine one /dev/shm (docker: --ipc=host for both, or --ipc=container:NAME; Kubernetes: one volume there, "
+    "docs/operate.md) and the same user"
 )
 
 
