@@ -165,6 +165,10 @@ class Server:
             return fake_driver_library()
         return flag.replace("{shm}", self.shm_name)
 
+    def listens(self):
+        """Whether the request port is open."""
+        return listening(self.port)
+
     def start(self, timeout=60):
         """Start the process and wait until both ports answer. Returns the seconds it took."""
         assert self.process is None, "already running"
@@ -181,7 +185,7 @@ class Server:
             if self.process.poll() is not None:
                 raise RuntimeError(f"server exited with {self.process.returncode} at start:\n{self.tail()}")
             try:
-                return self.get("/healthcheck")[0] == 200 and listening(self.port)
+                return self.get("/healthcheck")[0] == 200 and self.listens()
             except OSError:
                 return False
 
