@@ -25,7 +25,8 @@ mod wire;
 mod worker;
 
 pub use client::{
-    ChunkTerms, Client, Future, Health, HealthCallback, MAX_IN_FLIGHT, RecoverHook, Settings,
+    ChunkTerms, Client, Future, Health, HealthCallback, KvEventCallback, KvEventUpdate,
+    MAX_IN_FLIGHT, RecoverHook, Settings,
 };
 pub use connection::{Connection, Options};
 pub use engine_driven::{

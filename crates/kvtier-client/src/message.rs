@@ -13,6 +13,7 @@ use kvtier_proto::wire;
 use crate::error::ClientError;
 
 /// A request, encoded except for its number.
+#[derive(Clone)]
 pub(crate) struct Outgoing {
     pub operation: Operation,
     pub kind: ResponseKind,
@@ -45,12 +46,21 @@ impl Outgoing {
 
     /// The message of the request with this number.
     pub fn into_message(self, uid: u64) -> Vec<Vec<u8>> {
-        let mut uid_frame = Vec::with_capacity(9);
-        wire::write_uint(&mut uid_frame, uid);
         let mut message = self.frames;
-        message.insert(0, uid_frame);
+        message.insert(0, uid_frame(uid));
         message
     }
+
+    /// The message that allows one more batch of the stream with this number.
+    pub fn acknowledgement(uid: u64) -> Vec<Vec<u8>> {
+        vec![uid_frame(uid), Vec::new(), b"ack".to_vec()]
+    }
+}
+
+fn uid_frame(uid: u64) -> Vec<u8> {
+    let mut frame = Vec::with_capacity(9);
+    wire::write_uint(&mut frame, uid);
+    frame
 }
 
 /// A message from the server that carries the number of a request.

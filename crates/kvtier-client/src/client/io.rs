@@ -18,7 +18,7 @@ use kvtier_proto::operation::Operation;
 use kvtier_proto::response::ResponseKind;
 use rustix::event::{PollFd, PollFlags};
 
-use super::{ClientShared, Settings, Sink, Submitted, keep_end};
+use super::{ClientShared, KvEventStream, Settings, Sink, Submitted, keep_end};
 use crate::backoff::Backoff;
 use crate::error::ClientError;
 use crate::message::{Incoming, Outgoing};
@@ -54,6 +54,7 @@ pub(super) struct Io {
     unsent_ends: VecDeque<Outgoing>,
     sent: HashMap<u64, Sent>,
     deadlines: BinaryHeap<Reverse<(Instant, u64)>>,
+    kv_events: Option<KvEventStream>,
 }
 
 impl Io {
@@ -71,6 +72,7 @@ impl Io {
             unsent_ends: VecDeque::new(),
             sent: HashMap::new(),
             deadlines: BinaryHeap::new(),
+            kv_events: None,
         }
     }
 
@@ -135,7 +137,12 @@ impl Io {
         let closing = inbox.closing;
         let requests = std::mem::take(&mut inbox.requests);
         let ends = std::mem::take(&mut inbox.unsent_ends);
+        let kv_events = inbox.kv_events.take();
         drop(inbox);
+        if kv_events.is_some() {
+            self.kv_events = kv_events;
+            self.request_kv_events();
+        }
         for end in ends {
             keep_end(&mut self.unsent_ends, end);
         }
@@ -224,6 +231,7 @@ impl Io {
         if !self.up && self.wire.as_ref().is_some_and(Wire::is_ready) {
             self.up = true;
             self.no_connection = None;
+            self.request_kv_events();
             self.shared.unreachable.store(false, Ordering::Relaxed);
             self.shared.link.set(true);
         }
@@ -248,6 +256,18 @@ impl Io {
         self.no_connection = Some(error.to_string());
         self.reopen_at = now + self.backoff.pause();
         self.shared.unreachable.store(true, Ordering::Relaxed);
+    }
+
+    /// Requests the stream of KV events, if there is one, on a connection that is up.
+    fn request_kv_events(&mut self) {
+        if let Some(stream) = &mut self.kv_events
+            && let Some(wire) = self.wire.as_mut().filter(|_| self.up)
+        {
+            let uid = self.shared.next_uid.fetch_add(1, Ordering::Relaxed);
+            let deadline = Instant::now() + self.shared.timeout();
+            self.deadlines.push(Reverse((deadline, uid)));
+            wire.send(stream.request(uid));
+        }
     }
 
     /// Starts the next attempt to connect if the pause is over.
@@ -306,6 +326,13 @@ impl Io {
         let Some(incoming) = Incoming::parse(frames) else {
             return;
         };
+        if let Some(stream) = self.kv_events.as_mut().filter(|it| it.has(incoming.uid)) {
+            let acknowledgement = stream.receive(incoming);
+            if let (Some(wire), Some(frames)) = (&mut self.wire, acknowledgement) {
+                wire.send(frames);
+            }
+            return;
+        }
         let Some(sent) = self.sent.remove(&incoming.uid) else {
             return;
         };
@@ -322,6 +349,10 @@ impl Io {
                 return;
             }
             self.deadlines.pop();
+            if let Some(stream) = self.kv_events.as_mut().filter(|it| it.has(uid)) {
+                stream.expire();
+                continue;
+            }
             let (operation, waited, sink) = if let Some(sent) = self.sent.remove(&uid) {
                 (sent.operation, sent.timeout, sent.sink)
             } else if let Some(at) = self.unsent.iter().position(|request| request.uid == uid)

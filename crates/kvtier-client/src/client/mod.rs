@@ -8,6 +8,7 @@ mod chunk;
 mod future;
 mod health;
 mod io;
+mod kv_events;
 mod lookup;
 
 use std::collections::VecDeque;
@@ -26,7 +27,9 @@ use rustix::event::{EventfdFlags, eventfd};
 pub use chunk::ChunkTerms;
 pub use future::Future;
 pub use health::{Health, HealthCallback, RecoverHook};
+pub use kv_events::{KvEventCallback, KvEventUpdate};
 
+use kv_events::KvEventStream;
 use lookup::LookupPoll;
 
 use crate::answers;
@@ -141,6 +144,7 @@ struct Inbox {
     requests: VecDeque<Submitted>,
     /// Session ends beyond [`MAX_IN_FLIGHT`], which are sent all the same.
     unsent_ends: VecDeque<Outgoing>,
+    kv_events: Option<KvEventStream>,
     closing: bool,
     /// Whether the I/O thread has panicked.
     broken: bool,
@@ -412,6 +416,24 @@ impl Client {
         if registered_on != self.connections() {
             self.recover_again();
         }
+    }
+
+    /// Calls `callback` with the server's KV events of a model, on a thread of the client's, which it must not block. It replaces an
+    /// earlier callback.
+    ///
+    /// # Errors
+    /// [`ClientError::Encode`] for a name that no request can carry.
+    pub fn on_kv_events(
+        &self,
+        model_name: &str,
+        callback: KvEventCallback,
+    ) -> Result<(), ClientError> {
+        let stream = KvEventStream::new(model_name, callback)?;
+        if !self.shared.is_forked() {
+            self.shared.inbox.lock().kv_events = Some(stream);
+            self.shared.wake();
+        }
+        Ok(())
     }
 
     /// Calls the hook of [`Client::on_recover`] soon, for a registration that was removed.

@@ -1,13 +1,14 @@
 //! Streams of KV events, beside what LMCache 0.5.6's server sent in the same situations, frame by frame.
 
 use std::collections::BTreeSet;
+use std::sync::mpsc;
 
 use kvtier_client::proto::frames::OperationId;
 use kvtier_client::proto::generation::Generation;
 use kvtier_client::proto::operation::Operation;
 use kvtier_client::proto::request::{InstanceId, Request, Subscription};
 use kvtier_client::proto::response::{EventBatch, Response, ResponseKind};
-use kvtier_client::{EngineDrivenSpec, EngineDrivenWorker, Prompt, Scope};
+use kvtier_client::{Client, EngineDrivenSpec, EngineDrivenWorker, KvEventUpdate, Prompt, Scope};
 use serde_json::Value;
 
 use crate::http::{json_of, request as http};
@@ -291,4 +292,40 @@ fn chunks_of_the_server_before_are_announced_when_they_are_stored_again() {
     let mut known = BTreeSet::new();
     catch_up(&client, 1, &mut known, |known| known.len() == 2);
     server.engine().end_l1();
+}
+
+#[test]
+fn client_follows_what_is_resident_from_its_subscription_on() {
+    let server = TestServer::start(&[]);
+    let mut worker = server.engine_driven(1, &Scope::new(MODEL));
+    worker.stored(&prompt(1, 4), 0..4, 1);
+    let client = Client::connect(server.endpoint()).unwrap();
+    let (sender, updates) = mpsc::channel();
+    let callback = move |update: KvEventUpdate<'_>| {
+        let KvEventUpdate::Batch(batch) = update else {
+            return;
+        };
+        let kinds = batch
+            .events
+            .iter()
+            .map(|it| (it.kind.to_string(), it.block_hashes.len()));
+        sender.send(kinds.collect::<Vec<_>>()).unwrap();
+    };
+    client.on_kv_events(MODEL, Box::new(callback)).unwrap();
+    assert_eq!(updates.recv().unwrap(), []);
+    worker.stored(&prompt(2, 2), 0..2, 1);
+    assert_eq!(
+        updates.iter().flatten().take(2).collect::<Vec<_>>(),
+        [("stored".to_owned(), 1), ("stored".to_owned(), 1)]
+    );
+    assert_eq!(http(&server, "POST", "/cache/clear", "").0, 200);
+    let removed = updates.iter().flatten().map(|(kind, chunks)| {
+        assert_eq!(kind, "removed");
+        chunks
+    });
+    let mut left = 6;
+    assert!(removed.into_iter().any(|chunks| {
+        left -= chunks;
+        left == 0
+    }));
 }

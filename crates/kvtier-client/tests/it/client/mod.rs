@@ -2,6 +2,7 @@
 
 mod chunk_sizes;
 mod health;
+mod kv_events;
 mod lookups;
 
 use std::sync::mpsc;
