@@ -15,6 +15,7 @@ from simulated import Simulation, chunked, full, latents, state, window  # skips
 
 from vllm_rig import request
 
+from kvtier._native import Prompt
 from kvtier.operation import NO_BLOCK
 from kvtier.transfer import Group
 from kvtier.vllm import events as events_module
@@ -143,13 +144,13 @@ class Router:
         llmd, dynamo = self.readers
         assert llmd.resident("cpu") == expected and dynamo.resident("host") == {each for _, each in expected}
         assert llmd.rejected == [] and dynamo.rejected == []
-        assert announcements._hashes == sum(len(hashes) for _, chunk in announcements._chunks.values() for _, hashes in chunk)
+        assert announcements._hashes == sum(len(hashes) for chunk in announcements._chunks.values() for hashes in chunk.hashes.values())
         return expected
 
 
 def announced(announcements, groups):
     """(group, hash) of the announced blocks of these groups."""
-    return {(number, each) for _, chunk in announcements._chunks.values() for number, hashes in chunk for each in hashes if number in groups}
+    return {(number, each) for chunk in announcements._chunks.values() for number, hashes in chunk.hashes.items() for each in hashes if number in groups}
 
 
 def removals(batches):
@@ -194,17 +195,11 @@ def test_readers_end_with_what_is_resident(place, model):
         asks("b", "one", "alice")
         asks("c", "two")
         check(("one", None), ("one", "alice"), ("two", None))
-        # The server evicts everything, which nothing says yet, and the same is stored again.
-        server.post("/cache/clear")
-        asks("d", "one")
-        assert scheduling.announcements._chunks and removals(engine.published.batches) == []
-        router.check(announcements, groups)
-        # As a stream of the server's removals would say it: the same prompts may be announced again.
-        for identity in list(announcements._chunks):
-            announcements.remove(identity)
-            announcements.remove(identity)
+        # The server evicts everything that no lookup leases. Its events say so of chunks without a salt, and a lookup of the others.
+        salted = CHUNKS * CHUNK // 4 * len(groups)
+        steps_until("the removals", lambda: server.post("/cache/clear") and len(announced(announcements, groups)) == salted)
+        assert engine.matched("d", prompt("one"), "alice") == 0
         engine.step()
-        server.post("/cache/clear")
         check()
         for name, seed, salt in (("e", "one", None), ("f", "one", "alice")):
             asks(name, seed, salt)
@@ -237,6 +232,71 @@ def test_readers_end_with_what_is_resident(place, model):
         asks("i", "two")
         check(("two", None))
         assert len(removals(engine.published.batches)) == before > 0
+        assert engine.errors == 0
+
+
+# proves: docs/python.md#kv-events
+def test_readers_follow_evictions(place):
+    """Of more prompts than fit, the readers end with those that the server has, without a lookup."""
+    server, seeds, chunks = place.server(l1_gb=1 / 512), range(40), 40
+    with closing(Simulation(server, "evicted", MODELS["full"], blocks=600, caching=False, step_tokens=1024, events=True)) as engine:
+        router, announcements = Router(engine.published.batches), engine.ours._scheduling.announcements
+        for seed in seeds:
+            engine.add(f"r{seed}", prompt(seed, chunks))
+            engine.run()
+            engine.finish_stores()
+
+        def agrees():
+            engine.step()
+            objects = server.get("/status")[1]["storage_manager"]["l1_manager"]["total_object_count"]
+            return len(announcements._chunks) == objects
+
+        wait_until(agrees, 60, "the removals")
+        expected = router.check(announcements, {0})
+        assert 0 < len(expected) < len(seeds) * chunks * CHUNK // 4
+
+        def is_right(seed):
+            hashes = engine.request("r", prompt(seed, chunks)).block_hashes[: chunks * CHUNK // 4]
+            known = [(0, maybe_convert_block_hash(each)) in announced(announcements, {0}) for each in hashes]
+            return engine.matched(f"m{seed}", prompt(seed, chunks)) == 4 * (known + [False]).index(False)
+
+        # The server may still be evicting.
+        wait_until(lambda: engine.step() or all(map(is_right, seeds)), 60, "readers that know what hits")
+        assert engine.errors == 0
+
+
+@pytest.mark.parametrize("flags, obstacle", [(["--kv-event-log-size", "0"], "--kv-event-log-size 0"), (["--hash-algorithm", "sha256_cbor"], "BLAKE3")])
+def test_lookup_tells_of_evictions_that_events_do_not(place, flags, obstacle):
+    """The connector goes on without the server's events, and knows why."""
+    server = place.server(flags=flags)
+    with closing(Simulation(server, "alone", MODELS["full"], blocks=600, caching=False, step_tokens=64, events=True)) as engine:
+        router, scheduling = Router(engine.published.batches), engine.ours._scheduling
+        for turn in range(2):
+            engine.add(f"r{turn}", prompt("one"))
+            engine.run()
+            engine.finish_stores()
+            wait_until(lambda: engine.step() or obstacle in (scheduling.server_events.obstacle or ""), 60, "the obstacle")
+        assert len(router.check(scheduling.announcements, {0})) == CHUNKS * CHUNK // 4
+        objects = lambda: server.get("/status")[1]["storage_manager"]["l1_manager"]["total_object_count"]  # noqa: E731
+        wait_until(lambda: server.post("/cache/clear") and objects() == 0, 60, "an empty server")
+        assert len(router.check(scheduling.announcements, {0})) == CHUNKS * CHUNK // 4
+        assert engine.matched("m", prompt("one")) == 0
+        engine.step()
+        assert router.check(scheduling.announcements, {0}) == set()
+
+
+def test_missed_events_remove_all(place):
+    """A log that forgets before it is read: what may be stale is removed, and a hit is announced again."""
+    server = place.server(flags=["--kv-event-log-size", "1"])
+    with closing(Simulation(server, "gap", MODELS["full"], blocks=600, caching=False, step_tokens=64, events=True)) as engine:
+        router, scheduling = Router(engine.published.batches), engine.ours._scheduling
+        first, _ = scheduling.server_events.take()
+        for name, seed in (("a", "one"), ("b", "two"), ("c", "one")):
+            engine.add(name, prompt(seed))
+            engine.run()
+            engine.finish_stores()
+        assert scheduling.announcements.connection[1] > first
+        assert len(router.check(scheduling.announcements, {0})) == CHUNKS * CHUNK // 4
         assert engine.errors == 0
 
 
@@ -300,8 +360,13 @@ def announcements_of(specs, **options):
     cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([f"g{number}"], spec) for number, spec in enumerate(specs)])
     cache.hash_block_size = 4
     made = Announcements(cache, groups, **options)
-    made.follow(1)
+    made.follow((1, 0), {})
     return made
+
+
+def keys_of(asked):
+    """The server's hashes of the chunks of vLLM's request."""
+    return [] if asked.cache_salt else Prompt(list(asked.all_token_ids)).chunk_hashes(CHUNK)
 
 
 def vllm_request(name, ids, **more):
@@ -311,12 +376,15 @@ def vllm_request(name, ids, **more):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_readers_follow_random_lives(seed):
-    """Prompts that begin alike are stored, found and evicted in any order, with a small limit: nothing is announced or removed twice."""
+    """Prompts that begin alike are stored, found and evicted in any order, with a small limit: nothing is announced or removed twice. The
+    server's events and the workers' reports come late."""
     source, specs = random.Random(seed), MODELS["windows"]
-    announcements, batches, connection = announcements_of(specs, max_hashes=40 + 20 * seed), [], 1
+    announcements, batches, connection = announcements_of(specs, max_hashes=40 + 20 * seed), [], (1, 0)
+    resident, late = set(), []
     router, trunk, waiting = Router(batches), prompt(seed, 6), []
-    for turn in range(150):
-        action = source.choice(["remove", "remove", "server", "reset"] if turn % 5 == 4 else ["store", "report", "find"])
+    for turn in range(250):
+        rare = ["missed", "server", "reset"] if connection is not None else ["server"]
+        action = source.choice(rare if turn % 8 == 7 else ["store", "report", "report", "find", "events", "evict"])
         cleared = []
         shared = source.randrange(6 * CHUNK)
         asked = vllm_request(f"r{turn}", trunk[:shared] + prompt(f"{seed}-{source.randrange(4)}", 6)[shared:], cache_salt=source.choice([None, "alice"]))
@@ -324,24 +392,39 @@ def test_readers_follow_random_lives(seed):
             start = source.randrange(3) * CHUNK
             places = (6 * CHUNK - start) // 4
             held = [[1] * places, [source.choice([NO_BLOCK, 1]) for _ in range(places)], [1] * places]
-            made = announcements.chunks(asked, start, 6 * CHUNK, CHUNK, held)
+            made = announcements.chunks(asked, start, 6 * CHUNK, CHUNK, keys_of(asked), held)
             for number, chunk in made.items():
                 first = number * CHUNK // 4
                 places = [start // 4 + place for place in range(first, first + CHUNK // 4) if held[1][place] != NO_BLOCK]
                 hashes = [each for group, event in chunk.events if group == 1 for each in event.block_hashes]
                 assert hashes == [maybe_convert_block_hash(asked.block_hashes[place]) for place in places]
             waiting += made.values()
+            late += [(chunk.key, True) for chunk in made.values() if chunk.key not in resident]
+            resident |= {chunk.key for chunk in made.values()}
         elif action == "report" and waiting:
             # Mostly in order.
             for _ in range(min(len(waiting), source.randrange(8))):
                 announcements.stored(waiting.pop(source.choice([0, 0, source.randrange(len(waiting))])))
         elif action == "find":
-            announcements.found(asked, source.randrange(7) * CHUNK, CHUNK)
-        elif action == "remove" and announcements._chunks:
-            announcements.remove(source.choice(list(announcements._chunks)))
-        elif action == "server":
-            connection = source.choice([None, connection, (connection or 0) + 1])
-            announcements.follow(connection)
+            keys = keys_of(asked)
+            count = [*(key in resident for key in keys), False].index(False) if keys else source.randrange(7)
+            announcements.found(asked, count * CHUNK, CHUNK, keys)
+        elif action == "missed":
+            announcements.missed(asked, source.randrange(7) * CHUNK, 6 * CHUNK, CHUNK)
+        elif action == "evict" and (evicted := resident - {None}):
+            # Mostly an announced one.
+            evicted = evicted & {chunk.key for chunk in announcements._chunks.values()} or evicted
+            late.append((source.choice(sorted(evicted)), False))
+            resident.remove(late[-1][0])
+        elif action == "events" and connection is not None:
+            count = source.choice([source.randrange(len(late) + 1), len(late)])
+            announcements.follow(connection, dict(late[:count]))
+            del late[:count]
+        elif action == "server" and connection != (after := source.choice([None, connection, (turn, 0)])):
+            connection = after if connection is not None else (turn, 0)
+            resident.clear()
+            late.clear()
+            announcements.follow(connection, {})
         elif action == "reset":
             announcements.reset()
             cleared.append(AllBlocksCleared())
@@ -349,7 +432,23 @@ def test_readers_follow_random_lives(seed):
         batches.append(msgspec.msgpack.encode(batch))
         router.check(announcements, {0, 2})
         assert announcements._hashes <= announcements._max_hashes
+        # Nothing is announced that the server is known not to have, whatever comes first.
+        assert late or {chunk.key for chunk in announcements._chunks.values()} - {None} <= resident
     assert removals(batches)
+
+
+def test_removed_chunk_waits_until_it_is_stored_again():
+    """Its report is earlier than the server's event, and a chunk behind it waits too."""
+    announcements, asked = announcements_of([full(4)]), vllm_request("r", prompt("again", 2))
+    first, second = keys = keys_of(asked)
+    announcements.found(asked, 2 * CHUNK, CHUNK, keys)
+    announcements.follow((1, 0), {first: False, second: False})
+    for changes, known in (({}, 0), ({second: True}, 0), ({first: True}, 2)):
+        announcements.found(asked, 2 * CHUNK, CHUNK, keys)
+        announcements.follow((1, 0), changes)
+        assert len(announcements._chunks) == known
+    announcements.follow((1, 1), {})
+    assert announcements._chunks == announcements._identities == {}
 
 
 def test_limit_leaves_no_chunk_without_the_one_before():
@@ -357,11 +456,11 @@ def test_limit_leaves_no_chunk_without_the_one_before():
     announcements, order = announcements_of([full(4)], max_hashes=40), []
     for number in range(6):
         asked = vllm_request(f"r{number}", prompt(f"limit-{number}", 6))
-        for chunk in announcements.chunks(asked, 0, 6 * CHUNK, CHUNK).values():
+        for chunk in announcements.chunks(asked, 0, 6 * CHUNK, CHUNK, []).values():
             announcements.stored(chunk)
             order.append(chunk.identity)
             chunks = announcements._chunks
-            assert all(parent is None or parent in chunks for parent, _ in chunks.values())
+            assert all(each.parent is None or each.parent in chunks for each in chunks.values())
     assert 0 < len(announcements._chunks) < len(order)
     assert order[-1] in announcements._chunks and order[0] not in announcements._chunks
 
@@ -388,8 +487,8 @@ def test_events_have_the_fields_of_each_release(monkeypatch, release):
     ahead = 2 if release == "0.33" else 0
     announcements = announcements_of([full(4)], lookahead=ahead)
     asked = vllm_request("r", prompt("fields", 1), cache_salt="alice", session_id="s", mm_features=[picture(8, 2)])
-    announcements.found(asked, CHUNK, CHUNK)
-    announcements.follow(None)
+    announcements.found(asked, CHUNK, CHUNK, [])
+    announcements.follow(None, {})
     stored, gone = announcements.take()
     assert set(stored.__struct_fields__) == {*first, *RELEASES[release]}
     # A hash that covers tokens ahead covers the pictures among them.
@@ -405,8 +504,8 @@ def test_request_without_hashes_has_no_events():
     """vLLM without a prefix cache makes none."""
     announcements = announcements_of([full(4)])
     bare = SimpleNamespace(block_hashes=[], all_token_ids=prompt("none", 2))
-    assert announcements.chunks(bare, 0, 2 * CHUNK, CHUNK) == {}
-    announcements.found(bare, 2 * CHUNK, CHUNK)
+    assert announcements.chunks(bare, 0, 2 * CHUNK, CHUNK, []) == {}
+    announcements.found(bare, 2 * CHUNK, CHUNK, [])
     assert announcements.take() == []
 
 

@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 
 use crate::errors::{Disconnected, TimedOut, exception};
 use crate::future::{Future, MAX_WAIT, seconds, wait_in_slices};
+use crate::kv_events::KvEvents;
 use crate::prompt::Prompt;
 
 #[pyclass(frozen, weakref, module = "kvtier")]
@@ -180,6 +181,10 @@ impl Client {
                 }
             });
         }));
+    }
+
+    fn kv_events(&self, model_name: &str) -> PyResult<KvEvents> {
+        KvEvents::follow(&self.native, model_name).map_err(|error| exception(&error))
     }
 
     fn close(&self) {

@@ -4,6 +4,7 @@
 mod client;
 mod errors;
 mod future;
+mod kv_events;
 mod prompt;
 mod worker;
 
@@ -14,6 +15,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<client::Client>()?;
     module.add_class::<future::Future>()?;
+    module.add_class::<kv_events::KvEvents>()?;
     module.add_class::<prompt::Prompt>()?;
     module.add_class::<worker::Worker>()?;
     errors::register(module)

@@ -1,5 +1,7 @@
 //! Prompts, encoded once.
 
+use std::num::NonZeroUsize;
+
 use kvtier_client::Prompt as Encoded;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -10,6 +12,18 @@ const MIN_TOKENS: usize = 9;
 
 /// Marks a chunk with a block hash. It is no token of a model: vocabularies are much smaller.
 const MARK: u32 = u32::MAX;
+
+/// A chunk's hash, of its tokens and the hash of the chunk before it, as LMCache's servers hash by default.
+pub fn hash_chunk(previous: &[u8], tokens: &[u32]) -> [u8; 32] {
+    let mut bytes = previous.to_vec();
+    bytes.extend(tokens.iter().flat_map(|token| token.to_be_bytes()));
+    blake3::hash(&bytes).into()
+}
+
+/// Stands for the hash before a prompt's first chunk.
+pub fn first_previous() -> [u8; 32] {
+    hash_chunk(&[0; 8], &[0])
+}
 
 #[pyclass(frozen, module = "kvtier")]
 pub struct Prompt {
@@ -100,6 +114,20 @@ impl Prompt {
             *token = u32::from_be_bytes(word);
         }
         Ok(Self::from_tokens(tokens))
+    }
+
+    fn chunk_hashes<'py>(
+        &self,
+        py: Python<'py>,
+        chunk_tokens: NonZeroUsize,
+    ) -> Vec<Bound<'py, PyBytes>> {
+        let mut hash = first_previous();
+        let chunks = self.tokens.chunks_exact(chunk_tokens.get());
+        let hashes = chunks.map(|tokens| {
+            hash = hash_chunk(&hash, tokens);
+            PyBytes::new(py, &hash)
+        });
+        hashes.collect()
     }
 
     /// The prompt followed by another one.

@@ -10,6 +10,7 @@ __all__ = [
     "Client",
     "Disconnected",
     "Future",
+    "KvEvents",
     "KvTierError",
     "Prompt",
     "Refused",
@@ -89,9 +90,25 @@ class Prompt:
     def prefix(self, length: int) -> Prompt:
         """Returns the first ``length`` tokens."""
 
+    def chunk_hashes(self, chunk_tokens: int) -> list[bytes]:
+        """Returns the hashes by which a server with ``--hash-algorithm blake3``, the default, knows the whole chunks."""
+
     def __len__(self) -> int: ...
     def __eq__(self, value: object, /) -> bool: ...
     def __hash__(self) -> int: ...
+
+@final
+class KvEvents:
+    """A server's KV events of a model, except those of chunks with a cache salt. They arrive on another thread."""
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why the connected server's events are not known; None while they are, or the server has not answered yet."""
+
+    def take(self) -> tuple[int, dict[bytes, bool]] | None:
+        """Returns an epoch, and what happened in it since the last call: a chunk's hash, and whether the chunk was stored last, not
+        removed. Another epoch than before: some events were lost, or the server may be another one. None until the connected server
+        has answered. Never waits."""
 
 @final
 class Client:
@@ -177,6 +194,9 @@ class Client:
 
         It returns None, or why the server cannot be used. Until it returns None, it is called again at each heartbeat.
         """
+
+    def kv_events(self, model_name: str) -> KvEvents:
+        """Subscribes to the server's KV events of a model, on each connection. A client has one subscription, the last."""
 
     def close(self) -> None:
         """Closes the connection: requests in flight fail with :class:`Disconnected`."""

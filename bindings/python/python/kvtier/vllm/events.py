@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
@@ -22,6 +22,9 @@ _MEDIUM = "CPU"
 # Block hashes that are announced at a time, of about 50 bytes each; beyond it the least recently used chunks, with those behind them, are
 # announced as removed.
 _MAX_HASHES = 1 << 20
+
+# Removed chunks that are remembered, and chunks that wait until the server has them.
+_MAX_REMOVED, _MAX_WAITING = 1 << 16, 1 << 12
 
 
 def _event(kind: Any, **fields: Any) -> Any:
@@ -92,6 +95,9 @@ class ChunkEvents:
     parent: bytes | None
     """Identity of the chunk before, if there is one."""
 
+    key: bytes | None
+    """The server's hash of the chunk; None for one with a salt, which is not in the server's events."""
+
     epoch: int
     """How often all chunks were removed before it was made."""
 
@@ -99,11 +105,22 @@ class ChunkEvents:
     """Each with the number of its group."""
 
 
+@dataclass
+class AnnouncedChunk:
+    """A chunk that readers know."""
+
+    parent: bytes | None
+    key: bytes | None
+    hashes: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    """Block hashes by number of the group."""
+
+
 class Announcements:
     """Events to publish, and the announced chunks.
 
     A block hash is announced once per group until it is removed, and removed once: llm-d and Dynamo count announcements, and Dynamo
-    ignores what follows an unknown hash in a removal. A chunk is announced only behind the one before it, whose hash readers look up.
+    ignores what follows an unknown hash in a removal. A chunk is announced only behind the one before it, whose hash readers look up,
+    and not while the server's last word on it is a removal: reports of stores and the server's events overtake each other.
     """
 
     def __init__(self, kv_cache_config: Any, groups: Sequence[Group], lookahead: int = 0, max_hashes: int = _MAX_HASHES) -> None:
@@ -114,11 +131,17 @@ class Announcements:
             for number, group in zip(served_numbers(kv_cache_config), groups, strict=True)
         ]
         self._max_hashes, self._hashes = max_hashes, 0
-        # A chunk's identity -> its parent's, and block hashes by number of the group; from the least recently used chunk on.
-        self._chunks: OrderedDict[bytes, tuple[bytes | None, list[tuple[int, list[Any]]]]] = OrderedDict()
+        # By identity, from the least recently used chunk on.
+        self._chunks: OrderedDict[bytes, AnnouncedChunk] = OrderedDict()
+        # The server's hash -> identities of announced chunks, which differ in the adapter's name.
+        self._identities: dict[bytes, set[bytes]] = defaultdict(set)
+        # The server's hashes of chunks that were removed last, not stored.
+        self._removed: dict[bytes, None] = {}
+        # By identity: chunks to be announced when the server has stored them.
+        self._waiting: dict[bytes, ChunkEvents] = {}
         self._events: list[KVCacheEvent] = []
-        # Number of the connection to the server; None while it does not answer.
-        self._connection: int | None = None
+        # Number of the connection to the server, and epoch of its events; None while it does not answer.
+        self.connection: tuple[int, int] | None = None
         self._epoch = 0
         self._resets: PoolResets | None = None
 
@@ -126,14 +149,28 @@ class Announcements:
         """Follows resets of vLLM's block pool."""
         self._resets = PoolResets(pool)
 
-    def follow(self, connection: int | None) -> None:
-        """Removes all chunks if vLLM's cache was reset since the last call, or if the connection is another one: the server is lost, or may
-        be another one."""
+    def follow(self, connection: tuple[int, int] | None, changes: Mapping[bytes, bool]) -> None:
+        """Removes all chunks if vLLM's cache was reset since the last call, or if the connection is another one: the server is lost, may
+        be another one, or has removed chunks unheard. Otherwise applies the server's ``changes``: a chunk's hash, and whether the server
+        has stored the chunk, not removed it."""
         if self._resets is not None and self._resets.take():
             self._forget()
-        if connection != self._connection:
-            self._connection = connection
+        if connection != self.connection:
+            self.connection = connection
             self._remove_all()
+        for key, is_stored in changes.items():
+            if is_stored:
+                self._removed.pop(key, None)
+                continue
+            self._removed[key] = None
+            for identity in list(self._identities.get(key, ())):
+                self.remove(identity)
+        while len(self._removed) > _MAX_REMOVED:
+            del self._removed[next(iter(self._removed))]
+        if changes and self._waiting:
+            waiting, self._waiting = self._waiting, {}
+            for each in waiting.values():
+                self.stored(each)
 
     def reset(self) -> None:
         """Removes all chunks, which no request finds any more."""
@@ -144,12 +181,19 @@ class Announcements:
             self._forget()
 
     def chunks(
-        self, request: Any, start: int, end: int, chunk: int, blocks: Sequence[Sequence[int]] | None = None
+        self,
+        request: Any,
+        start: int,
+        end: int,
+        chunk: int,
+        keys: Sequence[bytes],
+        blocks: Sequence[Sequence[int]] | None = None,
     ) -> dict[int, ChunkEvents]:
-        """Returns the events of chunks of ``[start, end)`` that are not announced, by their number in it. ``blocks`` are those of each
-        group that are stored; None stands for a hit, which only says what groups without windows and states have."""
+        """Returns the events of chunks of ``[start, end)`` that are not announced, by their number in it. ``keys`` are the server's hashes
+        of all chunks up to ``end``; none of a request with a salt. ``blocks`` are those of each group that are stored; None stands for a
+        hit, which only says what groups without windows and states have."""
         made: dict[int, ChunkEvents] = {}
-        if self._connection is None:
+        if self.connection is None:
             return made
         for number, position in enumerate(range(start, self._hashed(request, end) - chunk + 1, chunk)):
             identity = self._identity(request, position + chunk)
@@ -165,7 +209,8 @@ class Announcements:
                 events += ((group.number, event) for event in group.stored(request, first, first + count, present))
             parent = self._identity(request, position) if position else None
             if events:
-                made[number] = ChunkEvents(identity, parent, self._epoch, events)
+                key = keys[position // chunk] if keys else None
+                made[number] = ChunkEvents(identity, parent, key, self._epoch, events)
         return made
 
     def _hashed(self, request: Any, end: int) -> int:
@@ -177,39 +222,57 @@ class Announcements:
         return bytes(request.block_hashes[end // self._hash_block - 1])
 
     def stored(self, chunk: ChunkEvents) -> None:
-        """Announces a chunk, unless it is announced, its parent is not, or all were removed since it was made."""
-        is_orphan = chunk.parent is not None and chunk.parent not in self._chunks
-        if chunk.epoch != self._epoch or chunk.identity in self._chunks or is_orphan:
+        """Announces a chunk, unless it is announced, its parent is not, or all were removed since it was made. It waits if the server has
+        removed it, or if its parent waits."""
+        if chunk.epoch != self._epoch or chunk.identity in self._chunks:
             return
-        groups: dict[int, list[Any]] = defaultdict(list)
+        if chunk.key in self._removed or chunk.parent in self._waiting:
+            if len(self._waiting) < _MAX_WAITING:
+                self._waiting[chunk.identity] = chunk
+            return
+        if chunk.parent is not None and chunk.parent not in self._chunks:
+            return
+        announced = self._chunks[chunk.identity] = AnnouncedChunk(chunk.parent, chunk.key)
+        if chunk.key is not None:
+            self._identities[chunk.key].add(chunk.identity)
         for number, event in chunk.events:
             self._events.append(event)
-            groups[number] += event.block_hashes
-        self._chunks[chunk.identity] = chunk.parent, list(groups.items())
-        self._hashes += sum(map(len, groups.values()))
+            announced.hashes[number] += event.block_hashes
+        self._hashes += sum(map(len, announced.hashes.values()))
         if self._hashes > self._max_hashes:
             self._shrink()
 
-    def found(self, request: Any, end: int, chunk: int) -> None:
+    def found(self, request: Any, end: int, chunk: int, keys: Sequence[bytes]) -> None:
         """Announces the chunks of a hit: other engines may have stored them, and the server may have been away meanwhile."""
-        for each in self.chunks(request, 0, end, chunk).values():
+        for each in self.chunks(request, 0, end, chunk, keys).values():
             self.stored(each)
         # A prompt's first chunks, which it shares with others, are the last to be removed.
         for position in range(self._hashed(request, end) // chunk * chunk, 0, -chunk):
             if (identity := self._identity(request, position)) in self._chunks:
                 self._chunks.move_to_end(identity)
 
+    def missed(self, request: Any, start: int, end: int, chunk: int) -> None:
+        """Removes the chunks of ``[start, end)``, which a lookup has not found."""
+        for position in range(start, self._hashed(request, end) - chunk + 1, chunk):
+            self.remove(self._identity(request, position + chunk))
+
     def remove(self, identity: bytes) -> None:
-        """Announces that the server has removed a chunk, if the chunk is announced."""
-        _, groups = self._chunks.pop(identity, (None, ()))
-        for number, hashes in groups:
+        """Removes a chunk, if it is announced."""
+        if (chunk := self._chunks.pop(identity, None)) is None:
+            return
+        if chunk.key is not None:
+            same = self._identities[chunk.key]
+            same.remove(identity)
+            if not same:
+                del self._identities[chunk.key]
+        for number, hashes in chunk.hashes.items():
             self._remove(number, hashes)
 
     def _shrink(self) -> None:
         """Removes a sixteenth, and what is behind it, which readers could not find."""
         behind: dict[bytes | None, list[bytes]] = defaultdict(list)
-        for identity, (parent, _) in self._chunks.items():
-            behind[parent].append(identity)
+        for identity, chunk in self._chunks.items():
+            behind[chunk.parent].append(identity)
         while self._hashes > self._max_hashes - self._max_hashes // 16:
             doomed = [next(iter(self._chunks))]
             while doomed:
@@ -223,19 +286,23 @@ class Announcements:
 
     def _remove_all(self) -> None:
         groups: dict[int, list[Any]] = defaultdict(list)
-        for _, chunk in self._chunks.values():
-            for number, hashes in chunk:
+        for chunk in self._chunks.values():
+            for number, hashes in chunk.hashes.items():
                 groups[number] += hashes
         for number, hashes in groups.items():
             self._remove(number, hashes)
-        self._chunks.clear()
-        self._epoch += 1
+        self._clear()
 
     def _forget(self) -> None:
         # vLLM itself announces that everything is cleared.
-        self._chunks.clear()
         self._events.clear()
-        self._hashes, self._epoch = 0, self._epoch + 1
+        self._hashes = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._epoch += 1
+        for each in (self._chunks, self._identities, self._removed, self._waiting):
+            each.clear()
 
     def take(self) -> list[KVCacheEvent]:
         """Returns the events since the last call."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm.distributed.kv_events import KVCacheEvent
 
+from .._native import Prompt
 from ..limited import RateLimited
 from ..operation import NO_BLOCK
 from ..scheduler import SchedulerAdapter
@@ -97,6 +98,7 @@ class Scheduling:
         self.announcements: Announcements | None = None
         if events is not None and events.enable_kv_cache_events:
             self.announcements = Announcements(kv_cache_config, groups, getattr(vllm_config, "num_hash_lookahead_tokens", 0))
+            self.server_events = self.adapter.client.kv_events(identity.model_name)
         # Of the ranks with the same piece one stores it, and reports.
         self.pieces = identity.world_size
         self.tracked: dict[str, Tracked] = {}
@@ -155,6 +157,8 @@ class Scheduling:
         if cached is None:
             return None, False
         tracked.miss = "" if cached else self.adapter.miss(request.request_id)
+        if not tracked.matched and (cached or tracked.miss == "not_found"):
+            self._withdraw_missing(request, cached, end)
         if self._waits(tracked, cached, end):
             return None, False
         tracked.matched, tracked.cached_tokens, tracked.local_tokens = True, cached, computed
@@ -264,7 +268,7 @@ class Scheduling:
         self.adapter.cleanup_lookup_result(request.request_id)
         found = tracked.cached_tokens
         self.stats.add(lookups=1, hit_tokens=found)
-        self._announce_hit(request, found)
+        self._announce_hit(tracked, found)
         tracked.stored_tokens = found
         tracked.wants_load = external_tokens > 0
         # Neither vLLM's own prefix is read nor tokens that it computes.
@@ -408,7 +412,7 @@ class Scheduling:
         blocks = blocks_of_range(table, self.groups, chunk, start, end)
         keep = tracked.parameters.keep_seconds
         move = Move(request.request_id, self.keys.prompt(request, end), start, end, blocks, tracked.salt, keep_seconds=keep)
-        events = self._store_events(request, start, end, blocks)
+        events = self._store_events(tracked, move)
         move.number, self.next_number = self.next_number, self.next_number + 1
         if self.holds is not None:
             held = [[block for block in ids if block != NO_BLOCK] for ids in blocks]
@@ -421,19 +425,38 @@ class Scheduling:
     @falls_back()
     def _follow_announced(self) -> None:
         """Removes announced chunks that the server or vLLM has lost."""
-        if self.announcements is not None:
-            client = self.adapter.client
-            self.announcements.follow(client.connections if client.is_healthy else None)
+        if self.announcements is None:
+            return
+        client, connection, changes = self.adapter.client, None, {}
+        if client.is_healthy and (news := self.server_events.take()) is not None:
+            epoch, changes = news
+            connection = client.connections, epoch
+        if connection != self.announcements.connection and (why := self.server_events.obstacle) is not None:
+            logger.warning("%s: KV events of evicted chunks come only with a lookup that does not find them", why)
+        self.announcements.follow(connection, changes)
 
     @falls_back(dict)
-    def _store_events(self, request: Any, start: int, end: int, blocks: list[list[int]]) -> dict[int, ChunkEvents]:
+    def _store_events(self, tracked: Tracked, move: Move) -> dict[int, ChunkEvents]:
         """Returns the events of a store. Without them it is stored nevertheless."""
-        return self.announcements.chunks(request, start, end, self.chunk, blocks) if self.announcements is not None else {}
+        if self.announcements is None:
+            return {}
+        keys = self._server_hashes(tracked, move.prompt)
+        return self.announcements.chunks(tracked.request, move.start, move.end, self.chunk, keys, move.block_ids)
 
     @falls_back()
-    def _announce_hit(self, request: Any, found: int) -> None:
+    def _announce_hit(self, tracked: Tracked, found: int) -> None:
+        if self.announcements is not None and found:
+            keys = self._server_hashes(tracked, self.keys.prompt(tracked.request, found))
+            self.announcements.found(tracked.request, found, self.chunk, keys)
+
+    @falls_back()
+    def _withdraw_missing(self, request: Any, found: int, end: int) -> None:
         if self.announcements is not None:
-            self.announcements.found(request, found, self.chunk)
+            self.announcements.missed(request, found, end, self.chunk)
+
+    def _server_hashes(self, tracked: Tracked, prompt: Prompt) -> list[bytes]:
+        """Returns the hashes of a prompt's chunks in the server's events, which leave out chunks with a salt."""
+        return [] if tracked.salt else prompt.chunk_hashes(self.chunk)
 
     def _current_blocks(self, request_id: str) -> Any:
         """Returns a request's blocks by vLLM's tables of this step."""

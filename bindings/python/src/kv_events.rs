@@ -1,0 +1,124 @@
+//! KV events for Python: what the server has stored and removed since they were last taken.
+//!
+//! The mutex guards that; the client's I/O thread acquires it for each batch, a scheduler for each of its calls.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use kvtier_client::proto::response::{EventBatch, EventRecord};
+use kvtier_client::{Client, ClientError, KvEventUpdate};
+use kvtier_common::sync::Mutex;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict};
+
+use crate::prompt::{first_previous, hash_chunk};
+
+/// Limit of chunks that wait to be taken. Beyond it their events are lost.
+const MAX_CHUNKS: usize = 1 << 18;
+
+/// The server does not hash as [`crate::prompt::Prompt`] does.
+const OTHER_HASHES: &str = "the server's chunk hashes are not BLAKE3 (--hash-algorithm)";
+
+#[derive(Default)]
+struct State {
+    /// Changes when events are lost.
+    epoch: u64,
+    /// Whether the server has answered on this connection.
+    is_known: bool,
+    incarnation: i64,
+    /// Whether the hash of a stored chunk was compared.
+    is_compared: bool,
+    /// Why there is no stream.
+    obstacle: Option<String>,
+    /// Hash of a chunk -> whether it was stored last, not removed.
+    chunks: HashMap<Vec<u8>, bool>,
+}
+
+impl State {
+    fn apply(&mut self, update: KvEventUpdate<'_>) {
+        match update {
+            KvEventUpdate::Requested => {
+                self.lose();
+                (self.is_known, self.is_compared, self.obstacle) = (false, false, None);
+            }
+            KvEventUpdate::Ended(why) => self.end(why),
+            KvEventUpdate::Batch(batch) if self.obstacle.is_none() => self.apply_batch(&batch),
+            KvEventUpdate::Batch(_) => {}
+        }
+    }
+
+    fn apply_batch(&mut self, batch: &EventBatch<'_>) {
+        if !self.is_known || batch.lost || batch.incarnation != self.incarnation {
+            self.lose();
+        }
+        (self.is_known, self.incarnation) = (true, batch.incarnation);
+        for event in batch.events.iter().filter(|it| it.medium == "CPU") {
+            let is_stored = event.kind == "stored";
+            if is_stored && !std::mem::replace(&mut self.is_compared, true) && !is_hash(event) {
+                return self.end(OTHER_HASHES.to_owned());
+            }
+            let hashes = event.block_hashes.iter().map(|hash| hash.to_vec());
+            self.chunks.extend(hashes.map(|hash| (hash, is_stored)));
+        }
+        if self.chunks.len() > MAX_CHUNKS {
+            self.lose();
+        }
+    }
+
+    fn lose(&mut self) {
+        self.epoch += 1;
+        self.chunks = HashMap::new();
+    }
+
+    fn end(&mut self, why: String) {
+        self.lose();
+        (self.is_known, self.obstacle) = (true, Some(why));
+    }
+}
+
+/// Whether a stored chunk has the hash that a client computes.
+fn is_hash(event: &EventRecord<'_>) -> bool {
+    let first = first_previous();
+    let previous = event.parent_block_hash.as_deref().unwrap_or(&first);
+    let hash = hash_chunk(previous, &event.token_ids);
+    event.block_hashes.iter().all(|it| **it == hash)
+}
+
+#[pyclass(frozen, module = "kvtier")]
+pub struct KvEvents {
+    state: Arc<Mutex<State>>,
+}
+
+impl KvEvents {
+    pub fn follow(client: &Client, model_name: &str) -> Result<Self, ClientError> {
+        let state = Arc::<Mutex<State>>::default();
+        let events = Arc::clone(&state);
+        client.on_kv_events(
+            model_name,
+            Box::new(move |update| events.lock().apply(update)),
+        )?;
+        Ok(Self { state })
+    }
+}
+
+#[pymethods]
+impl KvEvents {
+    #[getter]
+    fn obstacle(&self) -> Option<String> {
+        self.state.lock().obstacle.clone()
+    }
+
+    fn take<'py>(&self, py: Python<'py>) -> PyResult<Option<(u64, Bound<'py, PyDict>)>> {
+        let mut state = self.state.lock();
+        if !state.is_known {
+            return Ok(None);
+        }
+        let (epoch, chunks) = (state.epoch, std::mem::take(&mut state.chunks));
+        drop(state);
+        let taken = PyDict::new(py);
+        for (hash, is_stored) in chunks {
+            taken.set_item(PyBytes::new(py, &hash), is_stored)?;
+        }
+        Ok(Some((epoch, taken)))
+    }
+}
