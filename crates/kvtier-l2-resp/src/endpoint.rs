@@ -196,11 +196,12 @@ impl Endpoint {
         let own = greeting.expected.len();
         greeting.append(commands);
         let mut values = self.exchange(&mut stream, &greeting).await?;
-        let asked = values.split_off(own);
+        let asked = values.split_off(own.min(values.len()));
         for (at, value) in values.iter().enumerate() {
             if let Value::Error(text) = value {
                 // An unknown command may be repeated, with its arguments.
-                let is_of_credentials = at == 0 && !options.password.is_empty();
+                let is_of_credentials =
+                    at == 0 && !options.password.is_empty() && !errors::is_without_arguments(text);
                 let text = if is_of_credentials {
                     errors::code(text)
                 } else {
@@ -245,7 +246,7 @@ impl Endpoint {
         }
     }
 
-    /// Sends commands without objects, and waits for their replies.
+    /// Sends commands without objects, and waits for their replies, or for an error behind which the server ends the connection.
     async fn exchange(
         &self,
         stream: &mut Stream,
@@ -272,6 +273,8 @@ impl Endpoint {
             // A server may never stop sending.
             tokio::task::yield_now().await;
             match stream.receive(&mut part) {
+                // The error says why.
+                Ok(0) if matches!(values.last(), Some(Value::Error(_))) => return Ok(values),
                 Ok(0) => return Err(failed(&"it has closed the connection")),
                 Ok(got) => bytes.extend_from_slice(&part[..got]),
                 Err(error) if is_not_ready(&error) => {

@@ -24,6 +24,15 @@ impl Fatal {
     }
 }
 
+const TOO_MANY_CLIENTS: &str = "max number of clients";
+
+/// Whether an error in reply to AUTH is one that repeats no argument.
+pub(super) fn is_without_arguments(text: &str) -> bool {
+    [TOO_MANY_CLIENTS, "without any password configured"]
+        .iter()
+        .any(|known| text.contains(known))
+}
+
 /// The error of a command.
 pub(super) fn of(endpoint: &Endpoint, text: &str) -> L2Error {
     let (kind, advice) = match code(text) {
@@ -39,7 +48,9 @@ pub(super) fn of(endpoint: &Endpoint, text: &str) -> L2Error {
             ErrorKind::Refused,
             ": the braces in its model, salt or key_prefix put its keys into several slots",
         ),
-        _ if text.contains("max number of clients") => (ErrorKind::Unavailable, ""),
+        "NOAUTH" => (ErrorKind::Refused, ": it needs a password"),
+        "WRONGPASS" => (ErrorKind::Refused, ": it has another password or user"),
+        _ if text.contains(TOO_MANY_CLIENTS) => (ErrorKind::Unavailable, ""),
         _ => (ErrorKind::Refused, ""),
     };
     // Hostile bytes, in a log line.
