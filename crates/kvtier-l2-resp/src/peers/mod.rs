@@ -3,11 +3,12 @@
 //! Each peer is a `resp` tier of its own, with breaker and deadlines. What a peer says is a hint: bytes count only with a
 //! companion that is their own, so a peer that is absent, slow, damaged or of another version costs nothing but its hits.
 //!
-//! The mutexes guard which peers there are, and which of them has an object; no other lock is acquired inside.
+//! The mutexes guard which peers there are, which names are not resolved, and which peer has an object; no other lock is
+//! acquired inside.
 
 mod options;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -56,17 +57,20 @@ struct Peer {
     failed_at: AtomicU64,
 }
 
-/// What the tier and the task that resolves names share.
+/// What the tier and the tasks that resolve names share.
 struct Known {
     options: PeersOptions,
     peers: Mutex<Vec<Arc<Peer>>>,
+    /// Why a name is not resolved.
+    unresolved: Mutex<BTreeMap<String, String>>,
     places: Mutex<HashMap<ObjectKey, Arc<Peer>>>,
 }
 
 /// Adapter of other servers.
 pub struct PeersAdapter {
     known: Arc<Known>,
-    resolver: JoinHandle<()>,
+    /// One task per name: a name that hangs delays no other.
+    resolvers: Vec<JoinHandle<()>>,
     started: Instant,
     /// Peers that have answered in none of the last lookups get their turn.
     turn: AtomicU64,
@@ -79,10 +83,13 @@ impl PeersAdapter {
         let known = Arc::new(Known {
             options,
             peers: Mutex::default(),
+            unresolved: Mutex::default(),
             places: Mutex::default(),
         });
+        let names = known.options.peers.clone().into_iter();
+        let resolve = |(host, port)| tokio::spawn(resolve(Arc::clone(&known), host, port));
         Self {
-            resolver: tokio::spawn(resolve(Arc::clone(&known))),
+            resolvers: names.map(resolve).collect(),
             known,
             started: Instant::now(),
             turn: AtomicU64::new(0),
@@ -197,41 +204,63 @@ impl PeersAdapter {
     }
 }
 
-/// Resolves the names of the peers, again and again. A name that cannot be resolved keeps its addresses.
-async fn resolve(known: Arc<Known>) {
+/// Resolves a name of peers, again and again.
+async fn resolve(known: Arc<Known>, host: String, port: u16) {
     loop {
-        let before = known.peers.lock().clone();
-        let mut peers: Vec<Arc<Peer>> = Vec::with_capacity(before.len());
-        for (host, port) in &known.options.peers {
-            let resolved = timeout(RESOLVE_INTERVAL, lookup_host((&**host, *port))).await;
-            let addresses: Vec<_> = match resolved {
-                Ok(Ok(addresses)) => addresses.collect(),
-                _ => {
-                    tracing::debug!(
-                        tier = known.options.common.tier,
-                        host,
-                        "a name of peers is not resolved; keeping its addresses"
-                    );
-                    let of_name = before.iter().filter(|it| it.host == *host);
-                    of_name.map(|peer| peer.address).collect()
-                }
-            };
-            for address in addresses {
-                let is_here = |peer: &&Arc<Peer>| peer.address == address;
-                if !peers.iter().any(|peer| is_here(&peer)) {
-                    let known_one = before.iter().find(is_here).cloned();
-                    peers.push(
-                        known_one.unwrap_or_else(|| Peer::open(&known.options, host, address)),
-                    );
-                }
+        let resolved = timeout(RESOLVE_INTERVAL, lookup_host((&*host, port))).await;
+        let failure = match resolved {
+            Ok(Ok(addresses)) => {
+                known.replace(&host, port, &addresses.collect::<Vec<_>>());
+                None
+            }
+            Ok(Err(error)) => Some(error.to_string()),
+            Err(_) => Some(format!("not resolved within {RESOLVE_INTERVAL:?}")),
+        };
+        known.log_resolved(&host, failure);
+        sleep(RESOLVE_INTERVAL).await;
+    }
+}
+
+impl Known {
+    /// Replaces the peers of a name. An address that another name has too is one peer.
+    fn replace(&self, host: &str, port: u16, addresses: &[SocketAddr]) {
+        let is_gone = |peer: &Peer| {
+            peer.host == host && peer.address.port() == port && !addresses.contains(&peer.address)
+        };
+        let mut peers = self.peers.lock();
+        let before = peers.len();
+        peers.retain(|peer| !is_gone(peer));
+        let has_lost = peers.len() < before;
+        for address in addresses {
+            if !peers.iter().any(|peer| peer.address == *address) {
+                peers.push(Peer::open(&self.options, host, *address));
             }
         }
-        let is_gone = |peer: &Arc<Peer>| !peers.iter().any(|it| Arc::ptr_eq(it, peer));
-        if before.iter().any(is_gone) {
-            known.places.lock().retain(|_, peer| !is_gone(peer));
+        drop(peers);
+        if has_lost {
+            self.places.lock().retain(|_, peer| !is_gone(peer));
         }
-        *known.peers.lock() = peers;
-        sleep(RESOLVE_INTERVAL).await;
+    }
+
+    /// Notes whether a name was resolved, and logs a change.
+    fn log_resolved(&self, host: &str, failure: Option<String>) {
+        let mut unresolved = self.unresolved.lock();
+        let before = match &failure {
+            Some(error) => unresolved.insert(host.to_owned(), error.clone()),
+            None => unresolved.remove(host),
+        };
+        drop(unresolved);
+        let tier = &self.options.common.tier;
+        match (before, failure) {
+            (None, Some(error)) => tracing::warn!(
+                tier,
+                host,
+                error,
+                "a name of peers cannot be resolved; keeping the addresses that it had"
+            ),
+            (Some(_), None) => tracing::info!(tier, host, "a name of peers is resolved again"),
+            _ => {}
+        }
     }
 }
 
@@ -259,7 +288,7 @@ impl Peer {
 
 impl Drop for PeersAdapter {
     fn drop(&mut self) {
-        self.resolver.abort();
+        self.resolvers.iter().for_each(JoinHandle::abort);
     }
 }
 
@@ -363,19 +392,30 @@ impl Adapter for PeersAdapter {
             status
         };
         let peers: Vec<_> = peers.iter().map(of_peer).collect();
-        let is_up = |peer: &Json| peer["connected"] != 0;
+        let is_up = |peer: &&Json| peer["connected"] != 0;
+        let connected = peers.iter().filter(is_up).count();
+        let unresolved = self.known.unresolved.lock().clone();
+        // A peer that is away is no failure of this server while it has others.
+        let error = || {
+            let of_peer = peers.iter().find_map(|peer| peer["error"].as_str());
+            let of_name = unresolved.iter().next();
+            let of_name = of_name.map(|(host, error)| format!("{host}: {error}"));
+            of_peer.map(str::to_owned).or(of_name)
+        };
+        let error = (connected == 0).then(error).flatten();
         json!({
-            // A peer that is away is no failure of this server.
-            "is_healthy": true,
+            "is_healthy": error.is_none(),
             "type": self.kind(),
-            "connected_peers": peers.iter().filter(|peer| is_up(peer)).count(),
+            "error": error,
+            "connected_peers": connected,
+            "unresolved": unresolved,
             "peers": peers,
         })
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {
         Box::pin(async {
-            self.resolver.abort();
+            self.resolvers.iter().for_each(JoinHandle::abort);
             let peers = std::mem::take(&mut *self.known.peers.lock());
             self.known.places.lock().clear();
             let mut closes = JoinSet::new();

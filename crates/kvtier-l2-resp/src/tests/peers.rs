@@ -188,7 +188,7 @@ async fn faults_of_a_peer_cost_its_hits_alone() {
 
 // proves: docs/l2.md#reading-from-peers
 #[tokio::test]
-async fn dead_and_refusing_peers_are_misses_and_health_stays() {
+async fn dead_and_refusing_peers_are_misses_with_a_cause() {
     let one = object(1, 1000);
     let held = Held::new(1 << 20, [one.clone()]);
     let secret = PortOptions {
@@ -209,7 +209,7 @@ async fn dead_and_refusing_peers_are_misses_and_health_stays() {
     let mut options = adapter(&[guarded, absent, full], PATIENCE)
         .options()
         .clone();
-    for (password, is_found) in [("wrong", false), ("", false), ("secret", true)] {
+    for (password, cause) in [("wrong", "WRONGPASS"), ("", "NOAUTH"), ("secret", "")] {
         options.common.password = password.to_owned();
         let adapter = PeersAdapter::open(options.clone());
         // Their attempts have ended, well or not.
@@ -220,10 +220,29 @@ async fn dead_and_refusing_peers_are_misses_and_health_stays() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         let found = adapter.lookup(vec![one.clone()]).await.unwrap();
+        let is_found = cause.is_empty();
         assert_eq!(found[0].is_some(), is_found, "{password}");
-        assert_eq!(adapter.status()["is_healthy"], true);
+        let status = adapter.status();
+        assert_eq!(status["is_healthy"], is_found, "{status}");
+        assert_eq!(status["error"].is_null(), is_found, "{status}");
+        let address = json!([format!("127.0.0.1:{guarded}")]);
+        let peers = status["peers"].as_array().unwrap();
+        let peer = peers.iter().find(|peer| peer["addresses"] == address);
+        let error = peer.unwrap()["error"].as_str().unwrap_or_default();
+        assert!(
+            error.contains(cause) && error.is_empty() == is_found,
+            "{error}"
+        );
         adapter.close().await;
     }
+    // A password that the port has no use for.
+    options.peers = vec![("127.0.0.1".to_owned(), port(&held).await)];
+    let adapter = PeersAdapter::open(options);
+    while adapter.status()["error"].is_null() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let error = adapter.status()["error"].to_string();
+    assert!(error.contains("without any password"), "{error}");
 }
 
 // proves: docs/l2.md#reading-from-peers
@@ -418,8 +437,15 @@ async fn names_are_resolved() {
         ("no-such-host.invalid".to_owned(), 1),
         ("localhost".to_owned(), port(&held).await),
     ];
-    let adapter = PeersAdapter::open(PeersOptions::new(peers, PATIENCE));
+    let adapter = PeersAdapter::open(PeersOptions::new(peers.clone(), PATIENCE));
     // It may have an address of another family, where nothing listens.
     connected(&adapter, 1).await;
     assert!(adapter.lookup(vec![one]).await.unwrap()[0].is_some());
+    assert_eq!(adapter.status()["is_healthy"], true);
+    let adapter = PeersAdapter::open(PeersOptions::new(peers[..1].to_vec(), PATIENCE));
+    while adapter.status()["is_healthy"] == true {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let error = adapter.status()["error"].to_string();
+    assert!(error.contains("no-such-host.invalid: "), "{error}");
 }
