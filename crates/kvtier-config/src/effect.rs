@@ -34,7 +34,6 @@ pub(super) fn without_effect(given: &ArgMatches) -> Vec<String> {
         let peers = [
             "peer_host",
             "peer_bandwidth",
-            "peer_password",
             "peer_tls_cert",
             "peer_tls_key",
             "peer_tls_ca",
@@ -63,6 +62,14 @@ pub(super) fn without_effect(given: &ArgMatches) -> Vec<String> {
             &["max_workers"],
             "--max-gpu-workers or --max-cpu-workers to be left out",
         );
+    }
+    // Its variable has no other use either.
+    if !is_given("peer_port") && given.contains_id("peer_password") {
+        let mut tiers = given.get_raw("l2_adapter").into_iter().flatten();
+        if !tiers.any(|tier| tier.to_string_lossy().contains("\"peers\"")) {
+            let needed = "--peer-port, or an --l2-adapter of the type peers";
+            flags.push(format!("--peer-password (needs {needed})"));
+        }
     }
     flags
 }
@@ -124,6 +131,15 @@ mod tests {
             ignored(&["--peer-bandwidth", "2000000"]),
             ["--peer-bandwidth (needs --peer-port)"]
         );
+        let password = ["--peer-password", "secret"];
+        assert_eq!(
+            ignored(&password),
+            ["--peer-password (needs --peer-port, or an --l2-adapter of the type peers)"]
+        );
+        let peers = r#"{"type": "peers", "peers": ["a:1"]}"#;
+        for used in [&["--peer-port", "0"][..], &["--l2-adapter", peers]] {
+            assert!(ignored(&[&password[..], used].concat()).is_empty());
+        }
         assert_eq!(
             ignored(&["--otlp-endpoint", "http://collector:4317"]),
             [

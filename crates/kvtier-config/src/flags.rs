@@ -310,8 +310,8 @@ pub struct ServerArgs {
     /// Bytes that the port for peers sends per second, at least 1048576 [default: unbounded]
     #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u64).range(1 << 20..), help_heading = "Peers")]
     pub peer_bandwidth: Option<u64>,
-    /// Password of peers, for the user default. Other users of this host see what is given here, but not in the
-    /// environment
+    /// Password of the port for peers, for the user default, and of tiers peers without one of their own. Other users of
+    /// this host see it here, but not in KVTIER_PEER_PASSWORD
     #[arg(
         long,
         env = "KVTIER_PEER_PASSWORD",

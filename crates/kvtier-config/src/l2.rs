@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use kvtier_common::error::{Error, Result};
 use kvtier_l2::{AdapterConfig, redact};
+use kvtier_l2_resp::PEERS;
 use rustix::fs::{Access, access};
 
 use super::GIB;
@@ -105,7 +106,7 @@ impl L2Config {
     pub(super) fn of(args: &ServerArgs, l1_bytes: u64) -> Result<Option<Self>> {
         let tiers = args.l2_adapter.len() as u64;
         let config = Self {
-            adapters: adapters(&args.l2_adapter)?,
+            adapters: adapters(args)?,
             store_policy: args.l2_store_policy,
             prefetch_policy: args.l2_prefetch_policy,
             prefetch_max_in_flight: args.l2_prefetch_max_in_flight.into(),
@@ -281,14 +282,21 @@ fn is_same(one: &Path, other: &Path) -> bool {
 }
 
 /// The adapters, checked; warnings of theirs are logged at the start. A tier without a name is called by its type and number, the first one having 0.
-fn adapters(specs: &[String]) -> Result<Vec<AdapterConfig>> {
+fn adapters(args: &ServerArgs) -> Result<Vec<AdapterConfig>> {
     let registry = crate::adapters::registry();
     let adapter = |(number, spec): (usize, &String)| {
         let parsed = registry.parse_json(spec);
         let mut adapter = parsed.map_err(|error| Error::refused("--l2-adapter").source(error))?;
         let by_number = || format!("{}-{number}", adapter.kind);
         adapter.name.get_or_insert_with(by_number);
+        // All servers of a fleet have one.
+        if adapter.kind == PEERS.name()
+            && let Some(password) = &args.peer_password
+            && adapter.options.get::<&str>("password").is_empty()
+        {
+            adapter.options.set_text("password", password);
+        }
         Ok(adapter)
     };
-    specs.iter().enumerate().map(adapter).collect()
+    args.l2_adapter.iter().enumerate().map(adapter).collect()
 }

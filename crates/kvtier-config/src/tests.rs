@@ -558,6 +558,27 @@ fn tiers_have_names_that_are_theirs_alone() {
 }
 
 #[test]
+fn tier_of_peers_has_the_password_of_the_port_unless_its_own() {
+    let password = |tier: &str| {
+        let flags = [
+            "--peer-port",
+            "0",
+            "--peer-password",
+            "MARK",
+            "--l2-adapter",
+            tier,
+        ];
+        let config = ServerConfig::from_flags(&flags).unwrap();
+        let adapters = config.l2.unwrap().adapters;
+        adapters[0].options.get::<&str>("password").to_owned()
+    };
+    assert_eq!(password(r#"{"type": "peers", "peers": ["a:1"]}"#), "MARK");
+    let own = r#"{"type": "peers", "peers": ["a:1"], "password": "own"}"#;
+    assert_eq!(password(own), "own");
+    assert_eq!(password(r#"{"type": "resp", "host": "a", "port": 1}"#), "");
+}
+
+#[test]
 fn free_space_above_the_capacity_is_warned_of() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("a/b");

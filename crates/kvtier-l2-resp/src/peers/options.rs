@@ -19,7 +19,7 @@ const CONNECTION_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest silence of a peer within an object: then its connection is closed.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The variable with the password of peers, which the server has too.
+/// The variable with the password of peers, for tools that have no --peer-password.
 const PASSWORD_VARIABLE: &str = "KVTIER_PEER_PASSWORD";
 
 /// Options of the tier.
@@ -122,7 +122,7 @@ const KEYS: &[Key] = &[
     Key::of(
         "password",
         Shape::AnyText,
-        "Password of the peers; if empty, KVTIER_PEER_PASSWORD, or none",
+        "Password of the peers; if empty, that of --peer-password or KVTIER_PEER_PASSWORD",
     )
     .or(Fallback::Text("")),
     Key::switch(

@@ -113,6 +113,11 @@ impl Options {
         })
     }
 
+    /// Sets the text of `key`.
+    pub fn set_text(&mut self, key: &'static str, text: &str) {
+        self.settings.insert(key, Setting::Text(text.to_owned()));
+    }
+
     /// Returns the value of `key`, `None` if it is unset and has no default.
     ///
     /// The type must be that of the key's [`Shape`]: a whole number is read as `i64`, `u64`, `u32` or `usize`, a number
