@@ -16,13 +16,18 @@ use crate::sample;
 /// Bytes of the object.
 const LEN: u64 = 64 << 10;
 
+/// How long peers that refuse are asked again.
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// A trial that has succeeded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Probed {
     /// Whether an object was written; one that is only read was only asked for one.
     pub was_written: bool,
     /// From the first call to the answer to the last.
     pub time: Duration,
+    /// Why peers are not connected: no failure, since the first of them to start finds no other.
+    pub missing_peers: Option<String>,
 }
 
 /// Stores 64 KiB as an object of the model `kvtier/probe` with a random hash, looks it up, loads it, compares its bytes, and
@@ -36,6 +41,7 @@ pub async fn probe(adapter: &dyn Adapter) -> Result<Probed, L2Error> {
     let probed = |was_written| Probed {
         was_written,
         time: started.elapsed(),
+        missing_peers: None,
     };
     let (object, stored, loaded) = object().map_err(|error| {
         let what = format!("memory for an object: {error}");
@@ -44,7 +50,16 @@ pub async fn probe(adapter: &dyn Adapter) -> Result<Probed, L2Error> {
     if capabilities.read_only {
         let found = adapter.lookup(vec![object]).await;
         found.map_err(|error| failed("lookup", &error))?;
-        return Ok(probed(false));
+        let probed = probed(false);
+        let mut status = adapter.status();
+        while status["connected_peers"] == 0 && started.elapsed() < CONNECTION_TIMEOUT {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+            status = adapter.status();
+        }
+        return Ok(Probed {
+            missing_peers: status["error"].as_str().map(str::to_owned),
+            ..probed
+        });
     }
     let item = StoreItem {
         object: object.clone(),

@@ -284,7 +284,9 @@ fn try_out(adapter: &AdapterConfig) -> anyhow::Result<String> {
         probed
     })?;
     let millis = probed.time.as_secs_f64() * 1e3;
-    Ok(if probed.was_written {
+    Ok(if let Some(error) = probed.missing_peers {
+        format!("no peer is connected yet: {error}")
+    } else if probed.was_written {
         format!("stored, found, loaded and deleted an object in {millis:.1} ms")
     } else {
         format!("answered in {millis:.1} ms; nothing was written, as it is read-only")
@@ -297,7 +299,8 @@ fn ports(config: &ServerConfig) -> Vec<String> {
         None => Some(config.port),
         Some(_) => None,
     };
-    let ports = [requests, Some(config.http_port), config.prometheus_port];
+    let (http, prometheus) = (Some(config.http_port), config.prometheus_port);
+    let ports = [requests, http, prometheus, config.peer_port];
     let chosen = ports.into_iter().flatten().filter(|port| *port != 0);
     chosen.map(|port| port.to_string()).collect()
 }

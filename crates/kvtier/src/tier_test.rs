@@ -174,10 +174,13 @@ impl Tested {
         let can = adapter.capabilities();
         let probed = kvtier_l2::probe(&*adapter).await;
         adapter.close().await;
-        probed.context("the tier does not work")?;
+        let probed = probed.context("the tier does not work")?;
+        if let Some(error) = probed.missing_peers {
+            bail!("the tier does not work: {error}");
+        }
         ensure!(
             !can.read_only,
-            "the tier is read-only; the suite has to store"
+            "the tier answers, but is read-only; the suite has to store"
         );
         let program = None;
         Ok(Self {

@@ -115,6 +115,10 @@ fn configured_tier_that_does_not_work_is_an_error() {
             r#"{"type":"resp","host":"127.0.0.1","port":1}"#,
             "the tier does not work",
         ),
+        (
+            r#"{"type":"peers","peers":["127.0.0.1:1"]}"#,
+            "the tier does not work: 127.0.0.1:1: ",
+        ),
         (r#"{"type":"none"}"#, "--l2-adapter: "),
     ] {
         let mut command = Command::cargo_bin("kvtier").unwrap();

@@ -397,7 +397,7 @@ fn check_config_binds_the_ports() {
     let taken = listener.local_addr().unwrap().port().to_string();
     // Later ones win.
     let check = |flags: &[&str]| kvtier(&[&START[..], flags, &["--check-config"]].concat());
-    for flag in ["--port", "--http-port", "--prometheus-port"] {
+    for flag in ["--port", "--http-port", "--prometheus-port", "--peer-port"] {
         let line = complaint(&check(&[flag, &taken]), 1);
         assert!(
             line.contains(flag) && line.contains(&taken) && line.contains("cannot be bound"),
@@ -412,4 +412,19 @@ fn check_config_binds_the_ports() {
         "{said:?}"
     );
     assert_eq!(said[1], format!("ports bound and released: {taken}"));
+    let peers = r#"{"type":"peers","peers":["127.0.0.1:1"]}"#;
+    let both = check(&[
+        "--port",
+        &taken,
+        "--peer-port",
+        &free_port().to_string(),
+        "--l2-adapter",
+        peers,
+    ]);
+    let said = lines(&both.stdout);
+    assert!(both.status.success(), "{said:?}");
+    let bound = said[1].strip_prefix("ports bound and released: ").unwrap();
+    assert_eq!(bound.split(", ").count(), 2, "{bound}");
+    let told = "L2 tier peers-0: no peer is connected yet: 127.0.0.1:1: ";
+    assert!(said.iter().any(|line| line.starts_with(told)), "{said:?}");
 }
