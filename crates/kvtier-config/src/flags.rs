@@ -320,8 +320,7 @@ pub struct ServerArgs {
         help_heading = "Peers"
     )]
     pub peer_password: Option<String>,
-    /// Certificate chain for TLS on the port for peers, PEM, the server's own first; a file that has changed is read
-    /// again within a minute
+    /// Certificate chain for TLS on the port for peers, PEM, the server's own first; a reload reads it again
     #[arg(long, value_name = "FILE", help_heading = "Peers")]
     pub peer_tls_cert: Option<PathBuf>,
     /// Private key of the certificate, PEM, not encrypted

@@ -16,6 +16,9 @@ use tokio::runtime::Runtime;
 /// Threads that send: as many as one fast network card keeps busy.
 const THREADS: usize = 2;
 
+/// Part of L1 that may be leased to peers.
+const LEASED_PART: u64 = 8;
+
 /// How long a send may hold up the end.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -68,10 +71,14 @@ impl PeerListener {
             let _within = runtime.enter();
             tokio::net::TcpListener::from_std(self.listener).map_err(failed)?
         };
-        runtime.spawn(port.serve(listener));
+        runtime.spawn(Arc::clone(&port).serve(listener));
         tracing::info!(%address, "peers may read L1");
         let runtime = Some(runtime);
-        Ok(PeerPort { runtime, address })
+        Ok(PeerPort {
+            runtime,
+            address,
+            port,
+        })
     }
 }
 
@@ -79,6 +86,7 @@ impl PeerListener {
 pub(crate) struct PeerPort {
     runtime: Option<Runtime>,
     pub(crate) address: SocketAddr,
+    pub(crate) port: Arc<ReadPort>,
 }
 
 impl Drop for PeerPort {
@@ -123,6 +131,8 @@ fn options(config: &ServerConfig) -> Result<PortOptions> {
         password: config.peer_password.clone().unwrap_or_default(),
         tls,
         bandwidth: config.peer_bandwidth,
+        max_leased: config.l1_bytes / LEASED_PART,
+        ..PortOptions::default()
     })
 }
 
@@ -136,6 +146,22 @@ fn check_bound(options: &PortOptions, ip: IpAddr) -> Result<()> {
         "--peer-host: {ip} is reachable from other hosts, where every client could read the KV of every tenant; give --peer-password, \
          or --peer-tls-ca with a certificate, or keep it on loopback"
     )))
+}
+
+/// Reads the certificate of a port again; returns its name, if there is one.
+///
+/// # Errors
+/// Its files cannot be used; the previous version stays.
+pub(crate) fn reload(port: &ReadPort) -> Result<Option<&'static str>> {
+    let what = "the certificate and key for peers";
+    let is_there = port.reload().map_err(|error| {
+        tracing::error!(target: "audit", %error, "{what}: reload failed; keeping the previous version");
+        refused_tls(error).hint("the previous version stays in use")
+    })?;
+    if is_there {
+        tracing::info!(target: "audit", "{what} read again");
+    }
+    Ok(is_there.then_some(what))
 }
 
 fn refused_tls(error: impl std::fmt::Display) -> Error {

@@ -1,23 +1,26 @@
-//! Reload: the file of `--config`, tokens and certificate are read again.
+//! Reload: the file of `--config`, tokens and certificates are read again.
 //!
 //! The mutex guards the turn to reload, held while files are read; the locks of what is changed are acquired inside. Requests do
 //! not wait for it.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_common::sync::Mutex;
 use kvtier_config::Change;
 use kvtier_engine::Engine;
 use kvtier_http::Access;
+use kvtier_l2_resp::ReadPort;
 use kvtier_observe::api::{ChangedFlag, Reloaded};
 
-use crate::logging;
+use crate::{logging, peers};
 
 /// What a reload reaches.
 pub struct Reloader {
     engine: Arc<Engine>,
     access: Arc<Access>,
+    /// The port for peers, once it is served.
+    pub(crate) peers: OnceLock<Arc<ReadPort>>,
     turn: Mutex<()>,
 }
 
@@ -26,6 +29,7 @@ impl Reloader {
         Self {
             engine: Arc::clone(engine),
             access: Arc::clone(access),
+            peers: OnceLock::new(),
             turn: Mutex::new(()),
         }
     }
@@ -39,7 +43,10 @@ impl Reloader {
         let Some(_turn) = self.turn.try_lock() else {
             return Err(Error::new(ErrorKind::InUse, "another reload is running"));
         };
-        let checked = self.access.reload()?;
+        let mut checked = self.access.reload()?;
+        if let Some(port) = self.peers.get() {
+            checked.extend(peers::reload(port)?);
+        }
         let reloaded = self.engine.admin().reload();
         let changes = reloaded.inspect_err(|error| {
             let checked = checked.join(", ");

@@ -153,6 +153,10 @@ impl Server {
         };
         server.start_background(config.l1_prefault)?;
         server.peers = peers.map(|port| port.serve(&server.engine)).transpose()?;
+        if let Some(peers) = &server.peers {
+            // Set once.
+            let _ = server.reloader.peers.set(Arc::clone(&peers.port));
+        }
         server.health.set_ready();
         Ok(server)
     }

@@ -2,10 +2,11 @@
 //!
 //! | bound | |
 //! | --- | --- |
-//! | connections | [`MAX_CONNECTIONS`] |
+//! | connections | [`PortOptions::max_connections`] |
 //! | a client that has not authenticated | [`GREETING_TIMEOUT`] |
 //! | a client that asks nothing | [`IDLE_TIMEOUT`] |
 //! | leased bytes and other answers of a connection | [`MAX_UNSENT`] and one object |
+//! | leased bytes of all connections | [`PortOptions::max_leased`], or one object |
 //! | a client that does not read | [`SEND_TIMEOUT`] for each [`SEND_BYTES`] |
 //! | what is kept of a request | [`requests::MAX_KEPT`] |
 //!
@@ -16,6 +17,7 @@ mod session;
 
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvtier_common::sync::Mutex;
@@ -32,9 +34,6 @@ use super::socket::Socket;
 use super::stream::Stream;
 use session::PortSession;
 
-/// Connections at once. A reader has one per worker and one more.
-pub(super) const MAX_CONNECTIONS: usize = 256;
-
 /// Time for a handshake, and for a password.
 pub(super) const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -47,9 +46,6 @@ const SEND_BYTES: u64 = 1 << 20;
 
 /// Unsent bytes from which on no further request is answered.
 const MAX_UNSENT: u64 = 1 << 20;
-
-/// How long the settings of TLS are used before their files are read again.
-const TLS_LIFE: Duration = Duration::from_secs(60);
 
 /// Pause after the system has no connection to give.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -67,7 +63,7 @@ pub trait ObjectSource: Send + Sync + 'static {
 }
 
 /// How a port is guarded.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub struct PortOptions {
     /// Password of its clients; empty is none.
     pub password: String,
@@ -75,21 +71,36 @@ pub struct PortOptions {
     pub tls: Option<ServerTls>,
     /// Bytes that it sends per second, all connections together; `None` is unbounded.
     pub bandwidth: Option<u64>,
+    /// Bytes of objects that are sent at once, all connections together; further objects count as absent.
+    pub max_leased: u64,
+    /// Connections at once. A reader has one per worker and one more.
+    pub max_connections: usize,
+}
+
+impl Default for PortOptions {
+    fn default() -> Self {
+        Self {
+            password: String::new(),
+            tls: None,
+            bandwidth: None,
+            max_leased: u64::MAX,
+            max_connections: 1024,
+        }
+    }
 }
 
 /// A read-only port over some objects.
 pub struct ReadPort {
     objects: Arc<dyn ObjectSource>,
-    password: String,
-    tls: Option<PortTls>,
+    options: PortOptions,
+    /// Settings of [`PortOptions::tls`].
+    tls: Option<Mutex<Arc<ServerConfig>>>,
     /// What all connections together may send.
     bandwidth: Option<Link>,
-}
-
-/// Files of TLS, and what they held when they were last read.
-struct PortTls {
-    files: ServerTls,
-    read: Mutex<(Instant, Arc<ServerConfig>)>,
+    /// Bytes of objects that are being sent.
+    leased: AtomicU64,
+    /// Number of the last connection.
+    last_id: AtomicU64,
 }
 
 impl ReadPort {
@@ -101,24 +112,43 @@ impl ReadPort {
         options: PortOptions,
         objects: Arc<dyn ObjectSource>,
     ) -> Result<Arc<Self>, TlsError> {
-        let tls = options.tls.map(|files| {
-            let read = (Instant::now(), files.settings()?);
-            Ok(PortTls {
-                files,
-                read: Mutex::new(read),
-            })
-        });
+        let tls = options.tls.as_ref().map(ServerTls::settings).transpose()?;
         Ok(Arc::new(Self {
             objects,
-            password: options.password,
-            tls: tls.transpose()?,
+            tls: tls.map(Mutex::new),
             bandwidth: options.bandwidth.map(|rate| Link::new(rate.max(1) as f64)),
+            options,
+            leased: AtomicU64::new(0),
+            last_id: AtomicU64::new(0),
         }))
+    }
+
+    /// Reads the files of TLS again, for later connections; returns whether there are any.
+    ///
+    /// # Errors
+    /// They cannot be used; the previous settings stay.
+    pub fn reload(&self) -> Result<bool, TlsError> {
+        let (Some(files), Some(settings)) = (&self.options.tls, &self.tls) else {
+            return Ok(false);
+        };
+        let read = files.settings()?;
+        *settings.lock() = read;
+        Ok(true)
+    }
+
+    /// Counts an object that is to be sent, unless too much is being sent.
+    fn lease(&self, bytes: u64) -> bool {
+        let leased = |now: u64| {
+            let all = now.saturating_add(bytes);
+            (now == 0 || all <= self.options.max_leased).then_some(all)
+        };
+        let order = Ordering::Relaxed;
+        self.leased.fetch_update(order, order, leased).is_ok()
     }
 
     /// Serves connections until this future, and the runtime that polls it, are dropped.
     pub async fn serve(self: Arc<Self>, listener: TcpListener) {
-        let slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+        let slots = Arc::new(Semaphore::new(self.options.max_connections));
         loop {
             let (stream, peer) = match listener.accept().await {
                 Ok(accepted) => accepted,
@@ -149,30 +179,16 @@ impl ReadPort {
         // As the connections to other servers.
         tune(&stream, SEND_TIMEOUT)?;
         let socket = Socket::Tcp(stream);
-        let stream = match self.tls_settings() {
+        let stream = match &self.tls {
             None => Stream::plain(socket),
             Some(settings) => {
+                let settings = Arc::clone(&settings.lock());
                 let connection = ServerConnection::new(settings).map_err(io::Error::other)?;
                 let secured = Stream::secure(socket, connection.into());
                 timeout(GREETING_TIMEOUT, secured).await??
             }
         };
         PortSession::new(self, stream, opened).run().await
-    }
-
-    /// Settings of TLS, read a minute ago at most. Files that cannot be used change nothing.
-    fn tls_settings(&self) -> Option<Arc<ServerConfig>> {
-        let PortTls { files, read } = self.tls.as_ref()?;
-        let (at, settings) = read.lock().clone();
-        if at.elapsed() < TLS_LIFE {
-            return Some(settings);
-        }
-        let settings = files.settings().unwrap_or_else(|error| {
-            tracing::warn!(%error, "the certificate of the port for peers was not read again; keeping the previous one");
-            settings
-        });
-        *read.lock() = (Instant::now(), Arc::clone(&settings));
-        Some(settings)
     }
 }
 

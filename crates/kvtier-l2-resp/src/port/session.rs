@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use kvtier_memory::socket::MAX_SLICES;
@@ -78,6 +79,7 @@ impl Unsent {
 /// A connection.
 pub(super) struct PortSession<'a> {
     port: &'a ReadPort,
+    id: u64,
     stream: Stream,
     opened: Instant,
     is_admitted: bool,
@@ -87,19 +89,29 @@ pub(super) struct PortSession<'a> {
     /// Keys whose values were asked for and are not answered yet.
     keys: VecDeque<Vec<u8>>,
     unsent: Unsent,
+    /// Bytes of the objects in [`unsent`](Self::unsent), which the port counts.
+    leased: u64,
+}
+
+impl Drop for PortSession<'_> {
+    fn drop(&mut self) {
+        self.port.leased.fetch_sub(self.leased, Ordering::Relaxed);
+    }
 }
 
 impl<'a> PortSession<'a> {
     pub(super) fn new(port: &'a ReadPort, stream: Stream, opened: Instant) -> Self {
         Self {
             port,
+            id: port.last_id.fetch_add(1, Ordering::Relaxed) + 1,
             stream,
             opened,
-            is_admitted: port.password.is_empty(),
+            is_admitted: port.options.password.is_empty(),
             is_ending: false,
             requests: Requests::default(),
             keys: VecDeque::new(),
             unsent: Unsent::default(),
+            leased: 0,
         }
     }
 
@@ -169,6 +181,8 @@ impl<'a> PortSession<'a> {
             };
             for bytes in self.unsent.advance(sent) {
                 self.port.objects.count_sent(bytes);
+                self.port.leased.fetch_sub(bytes, Ordering::Relaxed);
+                self.leased -= bytes;
             }
             let pause = self.port.bandwidth.as_ref().map(|it| it.take(sent));
             left = left.saturating_sub(sent);
@@ -224,6 +238,7 @@ impl<'a> PortSession<'a> {
             ("AUTH", [password]) => self.authenticate(USER, password),
             ("AUTH", [user, password]) => self.authenticate(user, password),
             ("HELLO", options) => self.hello(options),
+            ("CLIENT", [word]) if word.eq_ignore_ascii_case(b"id") => self.unsent.integer(self.id),
             ("SELECT", [b"0"]) | ("CLIENT", [_, ..]) => self.unsent.line("+OK"),
             ("SELECT", [_]) => self
                 .unsent
@@ -265,7 +280,7 @@ impl<'a> PortSession<'a> {
 
     /// Whether a client is admitted by its password. A wrong one ends the connection.
     fn admit(&mut self, user: &[u8], password: &[u8]) -> bool {
-        let own = self.port.password.as_bytes();
+        let own = self.port.options.password.as_bytes();
         if own.is_empty() {
             self.unsent
                 .line("-ERR AUTH called without any password configured");
@@ -332,7 +347,8 @@ impl<'a> PortSession<'a> {
         let found = found
             .and_then(|(key, is_companion)| Some((self.port.objects.hold(&key)?, is_companion)));
         match found {
-            Some((found, false)) => {
+            Some((found, false)) if self.port.lease(found.from.len()) => {
+                self.leased += found.from.len();
                 self.unsent.line(&format!("${}", found.from.len()));
                 self.unsent.push(Segment::Object(found.from));
                 self.unsent.line("");

@@ -9,7 +9,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::Instant;
 
-use super::super::port::{GREETING_TIMEOUT, IDLE_TIMEOUT, MAX_CONNECTIONS, SEND_TIMEOUT};
+use super::super::port::{GREETING_TIMEOUT, IDLE_TIMEOUT, SEND_TIMEOUT};
 use super::secured::Files;
 use super::*;
 
@@ -133,6 +133,7 @@ async fn reads_are_answered_and_all_else_is_refused() {
             &["CLIENT", "SETINFO", "LIB-NAME", "x"],
             Value::Simple("OK".into()),
         ),
+        (&["CLIENT", "id"], Value::Integer(1)),
         (&["COMMAND", "DOCS"], Value::Array(Vec::new())),
     ] {
         assert_eq!(ask(&mut stream, words).await, expected, "{words:?}");
@@ -319,6 +320,31 @@ async fn client_that_does_not_read_loses_its_lease() {
 }
 
 // proves: docs/l2.md#the-port-for-peers
+#[tokio::test]
+async fn object_beyond_the_leases_of_all_connections_is_absent() {
+    let (large, small) = (object(1, 40 << 20), object(2, 1000));
+    let held = Held::new(64 << 20, [large.clone(), small.clone()]);
+    let options = PortOptions {
+        max_leased: 1 << 20,
+        ..PortOptions::default()
+    };
+    let port = start(options, &held).await;
+    let key = |object: &ObjectSpec| KeyedItem::new("", &object.key, &()).key;
+    let mut stuck = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
+    let get = command(&["GET", &key(&large)]);
+    stuck.write_all(&get).await.unwrap();
+    // A single object is sent, however large it is.
+    stuck.read_exact(&mut [0; 11]).await.unwrap();
+    let mut other = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
+    let get = ["GET", &key(&small)];
+    assert_eq!(ask(&mut other, &get).await, Value::Bulk(None));
+    drop(stuck);
+    held.memory.until_unused().await;
+    let found = Value::Bulk(Some(content(&small)));
+    assert_eq!(ask(&mut other, &get).await, found);
+}
+
+// proves: docs/l2.md#the-port-for-peers
 #[tokio::test(start_paused = true)]
 async fn bandwidth_is_shared_by_all_connections() {
     let one = object(1, 1 << 20);
@@ -352,9 +378,13 @@ async fn bandwidth_is_shared_by_all_connections() {
 #[tokio::test]
 async fn connections_are_bounded() {
     let held = Held::new(1 << 20, []);
-    let port = start(PortOptions::default(), &held).await;
+    let options = PortOptions {
+        max_connections: 4,
+        ..PortOptions::default()
+    };
+    let port = start(options, &held).await;
     let mut streams = Vec::new();
-    for _ in 0..MAX_CONNECTIONS {
+    for _ in 0..4 {
         let mut stream = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
         assert_eq!(
             ask(&mut stream, &["PING"]).await,
@@ -369,7 +399,7 @@ async fn connections_are_bounded() {
             .starts_with("-ERR max number of clients")
     );
     drop(streams.pop());
-    while held.connections.load(Ordering::Relaxed) == MAX_CONNECTIONS as i64 {
+    while held.connections.load(Ordering::Relaxed) == 4 {
         tokio::task::yield_now().await;
     }
     let mut next = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
@@ -408,4 +438,44 @@ async fn tls_needs_the_certificates_of_both_sides() {
         let loaded = load(&adapter, &memory, std::slice::from_ref(&one)).await;
         assert_eq!(loaded[0].is_ok(), has_identity, "{loaded:?}");
     }
+}
+
+// proves: docs/l2.md#the-port-for-peers
+#[tokio::test]
+async fn certificate_is_read_again_by_a_reload_alone() {
+    let one = object(1, 10);
+    let held = Held::new(1 << 20, [one.clone()]);
+    let (files, next) = (Files::new("localhost"), Files::new("localhost"));
+    let options = PortOptions {
+        tls: Some(ServerTls {
+            cert: files.path("cert.pem"),
+            key: files.path("key.pem"),
+            ca: None,
+        }),
+        ..PortOptions::default()
+    };
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let number = listener.local_addr().unwrap().port();
+    let port = ReadPort::new(options, Arc::clone(&held) as _).unwrap();
+    tokio::spawn(Arc::clone(&port).serve(listener));
+    let is_read = async |files: &Files| {
+        let options = RespOptions {
+            tls: Some(files.tls()),
+            companion_sums: false,
+            trust_missing_layout: true,
+            ..RespOptions::new(Address::Tcp("localhost".into(), number))
+        };
+        let adapter = RespAdapter::open("resp", &options);
+        let memory = Memory::new(1 << 20);
+        load(&adapter, &memory, std::slice::from_ref(&one)).await[0].is_ok()
+    };
+    for file in ["cert.pem", "key.pem"] {
+        std::fs::copy(next.path(file), files.path(file)).unwrap();
+    }
+    assert!(is_read(&files).await && !is_read(&next).await);
+    assert!(port.reload().unwrap());
+    assert!(is_read(&next).await);
+    std::fs::write(files.path("cert.pem"), "nothing").unwrap();
+    assert!(port.reload().is_err());
+    assert!(is_read(&next).await);
 }

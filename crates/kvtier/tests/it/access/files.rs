@@ -51,7 +51,9 @@ fn tokens_reload_without_restart_unless_invalid() {
 
 #[test]
 fn certificate_reloads_only_with_its_key() {
-    let server = Served::start(Setup::Tls, &[]);
+    let flags = "--peer-port 0 --peer-tls-cert cert.pem --peer-tls-key key.pem";
+    let flags: Vec<_> = flags.split(' ').collect();
+    let server = Served::start(Setup::Tls, &flags);
     let key = std::fs::read_to_string(server.files.path("key.pem")).unwrap();
     let version = || server.ask_as(READER, "GET /version", "").status;
     assert_eq!(version(), 200);
@@ -59,6 +61,7 @@ fn certificate_reloads_only_with_its_key() {
     server.files.certify();
     server.signal("HUP");
     server.wait_for_line("the certificate and key of HTTP read again");
+    server.wait_for_line("the certificate and key for peers read again");
     assert_eq!(version(), 200);
     server.files.put("key.pem", &key);
     let answer = server.ask_as(ADMIN, RELOAD, "");
