@@ -39,6 +39,9 @@ const MAX_KEPT_BYTES: usize = 4 * reply::MAX_VALUE;
 /// Bytes of a call for which it may take [`RespOptions::request_timeout`](super::RespOptions) again.
 const TIMEOUT_BYTES: u64 = 4 << 20;
 
+/// The same of a peer, whose bandwidth may be bounded: four connections to it are in time at 1 MiB per second.
+const PEER_TIMEOUT_BYTES: u64 = 256 << 10;
+
 /// Bytes sent or received before others of the runtime get their turn.
 const TURN_BYTES: usize = 1 << 20;
 
@@ -226,7 +229,12 @@ impl<'a> Pipe<'a> {
     /// When the connection is lost unless something moves, or the oldest call is answered.
     fn due(&self) -> Instant {
         let size = self.pending.front().map_or(0, |oldest| oldest.size);
-        let parts = 1 + u32::try_from(size / TIMEOUT_BYTES).unwrap_or(u32::MAX - 1);
+        let part = if self.endpoint.options.read_only {
+            PEER_TIMEOUT_BYTES
+        } else {
+            TIMEOUT_BYTES
+        };
+        let parts = 1 + u32::try_from(size / part).unwrap_or(u32::MAX - 1);
         let whole = self.oldest + self.endpoint.options.request_timeout.saturating_mul(parts);
         whole.min(self.moved + self.endpoint.options.request_timeout)
     }

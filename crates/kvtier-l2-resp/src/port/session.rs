@@ -5,7 +5,7 @@ use std::io;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use kvtier_memory::socket::MAX_SLICES;
+use kvtier_memory::socket::{MAX_SLICES, Slice};
 use tokio::io::Interest;
 use tokio::time::{Instant, sleep, timeout_at};
 
@@ -19,6 +19,9 @@ use kvtier_l2::trailer::{self, Trailer};
 
 /// Bytes received at once.
 const RECEIVE_BYTES: usize = 16 << 10;
+
+/// Parts per second that a bounded port sends. Up to this number of connections, none is silent for longer than a second.
+const PACED_PARTS: u64 = 128;
 
 /// The refusal of everything else, with what is served.
 const READ_ONLY: &str = "-READONLY this port serves PING HELLO AUTH SELECT EXISTS STRLEN GET MGET INFO CLIENT COMMAND QUIT";
@@ -169,7 +172,10 @@ impl<'a> PortSession<'a> {
             let mut before = self.unsent.sent;
             let segments = self.unsent.segments.iter().take(MAX_SLICES);
             let slices = segments.map(|it| it.rest(std::mem::take(&mut before)));
-            let slices: Vec<_> = slices.collect();
+            let mut slices: Vec<_> = slices.collect();
+            if let Some(rate) = self.port.options.bandwidth {
+                shorten(&mut slices, rate / PACED_PARTS);
+            }
             let sent = match self.stream.send(&slices) {
                 Ok(sent) => sent as u64,
                 Err(error) if is_not_ready(&error) => {
@@ -358,6 +364,17 @@ impl<'a> PortSession<'a> {
             }
             _ => self.unsent.line("$-1"),
         }
+    }
+}
+
+/// Cuts what is sent at once behind this many bytes of its first object.
+fn shorten(slices: &mut Vec<Slice<'_>>, bytes: u64) {
+    let Some(at) = slices.iter().position(|it| matches!(it, Slice::Extent(..))) else {
+        return;
+    };
+    slices.truncate(at + 1);
+    if let Some(Slice::Extent(_, extent)) = slices.last_mut() {
+        extent.len = extent.len.min(bytes.max(1));
     }
 }
 

@@ -349,6 +349,22 @@ async fn lookup_ends_in_time_with_what_has_arrived() {
     }
 }
 
+// proves: docs/l2.md#the-port-for-peers
+#[tokio::test]
+async fn object_of_a_port_with_little_bandwidth_is_waited_for() {
+    let one = [object(1, 2 << 20)];
+    let options = PortOptions {
+        bandwidth: Some(1 << 20),
+        ..PortOptions::default()
+    };
+    let port = start(options, &Held::new(4 << 20, one.clone())).await;
+    let adapter = adapter(&[port], PATIENCE);
+    connected(&adapter, 1).await;
+    assert!(adapter.lookup(one.to_vec()).await.unwrap()[0].is_some());
+    let memory = Memory::new(4 << 20);
+    assert_eq!(kinds(load(&adapter, &memory, &one).await), [None]);
+}
+
 #[test]
 fn time_for_an_answer_is_within_that_of_a_lookup() {
     let registry = kvtier_l2::Registry::of(&[PEERS]);
