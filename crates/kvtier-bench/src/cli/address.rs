@@ -52,14 +52,14 @@ pub struct HttpListArgs {
 }
 
 impl HttpListArgs {
-    /// The addresses, at least one.
+    /// The addresses, at least one, each once.
     pub fn urls(&self) -> Vec<&str> {
-        let given: Vec<_> = self
-            .servers
-            .iter()
-            .chain(&self.url)
-            .map(String::as_str)
-            .collect();
+        let mut given: Vec<&str> = Vec::new();
+        for url in self.servers.iter().chain(&self.url) {
+            if !given.contains(&url.as_str()) {
+                given.push(url);
+            }
+        }
         if given.is_empty() { vec![HTTP] } else { given }
     }
 }

@@ -93,7 +93,8 @@ fn status_of_several_servers_has_a_line_each() {
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let silent = format!("http://{}", silent.local_addr().unwrap());
     let closed = format!("http://127.0.0.1:{}", free_port());
-    let status = kvtier(&["status", &one.http, &other.http]);
+    // One that is given twice counts once.
+    let status = kvtier(&["status", &one.http, &other.http, &one.http]);
     assert!(status.status.success(), "{:?}", lines(&status.stderr));
     let text = lines(&status.stdout);
     assert_eq!(text.len(), 3, "{text:?}");
