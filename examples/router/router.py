@@ -39,6 +39,18 @@ def address(url):
     return parts.hostname, parts.port or 80
 
 
+def host(text):
+    """The URLs of an engine and its server."""
+    urls = text.split("=", 1)
+    try:
+        valid = len(urls) == 2 and all(url.startswith("http://") and all(address(url)) for url in urls)
+    except ValueError:  # Its port is no number.
+        valid = False
+    if not valid:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give ENGINE=SERVER, both as http://HOST:PORT")
+    return Host(*urls)
+
+
 async def read_head(reader):
     """The first line of a message, and its other header lines."""
     first, *lines = (await reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
@@ -205,7 +217,9 @@ class Router:
 async def main():
     """Serves until it is ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", action="append", required=True, metavar="ENGINE=SERVER", help="URLs of an engine and its kvtier server")
+    parser.add_argument(
+        "--engine", action="append", required=True, type=host, metavar="ENGINE=SERVER", help="URLs of an engine and its kvtier server"
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=9000)
     parser.add_argument("--tokenizer", metavar="MODEL", help="folder or name; without it only prompts of token ids are looked for")
@@ -213,13 +227,12 @@ async def main():
     parser.add_argument("--budget-ms", type=float, default=20, help="time for the answers of the servers; 0: engines take turns")
     parser.add_argument("--engine-timeout", type=float, default=600, metavar="SECONDS", help="longest silence of an engine")
     arguments = parser.parse_args()
-    hosts = [Host(*pair.split("=", 1)) for pair in arguments.engine]
     tokenizer = None
     if arguments.tokenizer:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
-    router = Router(hosts, tokenizer, arguments.budget_ms / 1000, arguments.model, arguments.engine_timeout)
+    router = Router(arguments.engine, tokenizer, arguments.budget_ms / 1000, arguments.model, arguments.engine_timeout)
     server = await asyncio.start_server(router.serve, arguments.host, arguments.port)
     async with server:
         await server.serve_forever()

@@ -226,6 +226,14 @@ def test_servers_that_answer_otherwise_have_nothing(hosts):
     assert counts(hosts) == [1, 1, 1]
 
 
+@pytest.mark.parametrize("pair", ["http://a:1", "a:1=b:2", "http://a:1=https://b:2", "http://a:x=http://b:2", "http://=http://b:2"])
+def test_engine_that_is_no_pair_of_urls_is_refused(pair):
+    """By the flag, the value and what is allowed."""
+    done = subprocess.run([sys.executable, ROUTER, "--engine", pair], capture_output=True, text=True, timeout=60, check=False)
+    line = f"error: argument --engine: {pair!r} is not allowed; give ENGINE=SERVER, both as http://HOST:PORT"
+    assert done.returncode == 2 and line in done.stderr, done.stderr
+
+
 # proves: docs/hosts.md#route-to-where-the-prefix-is
 def test_engine_that_says_nothing_ends_its_request(hosts):
     """The answer is cut, and no other engine gets the request."""
