@@ -81,7 +81,7 @@ def test_limited_load_leaves_nothing_leased(place, engines):
     assert engine.load(req, range(21, 34), 0, CHUNK) == set()
 
 
-@pytest.mark.parametrize("name", [name for name in PARAMETERS if name != "kvtier.keep_seconds"])
+@pytest.mark.parametrize("name", [name for name in PARAMETERS if PARAMETERS[name].use not in ("keep_seconds", "peer")])
 def test_value_that_is_not_allowed_counts_as_nothing(caplog, name):
     """The log has the key, the value and what is allowed."""
     use = {"kvtier.load": "load", "kvtier.max_load_tokens": "load", "kvtier.stored_tokens": "awaited"}.get(name, "store")
@@ -106,6 +106,32 @@ def test_time_that_is_not_allowed_is_none(caplog):
         assert "allowed are whole numbers from 0 to 86400; the request sets no time" in line and len(line) < 300
     caplog.clear()
     assert [of(value).keep_seconds for value in (0, 1, 86_400, None)] == [0, 1, 86_400, None] and not caplog.messages
+
+
+# proves: docs/vllm.md#parameters-of-a-request
+def test_peer_is_a_host_in_either_form(caplog):
+    """The log has invalid values."""
+    of = lambda params: Parameters.of(request("a", [1], kv_transfer_params=params), RateLimited(logging.getLogger("test"))).peer
+    source = {"kv_request_id": "r", "remote_host": "10.0.0.7", "remote_port": 7777}
+    assert of({"kvtier.peer": "host-a"}) == "host-a" and of({"remote_kv_source": source}) == "10.0.0.7" and of({}) is None
+    assert not caplog.messages
+    for params in ({"kvtier.peer": 7}, {"kvtier.peer": ""}, {"kvtier.peer": "x" * 254}, {"remote_kv_source": {}}, {"remote_kv_source": "a"}):
+        caplog.clear()
+        assert of(params) is None
+        (line,) = caplog.messages
+        assert "the request names no peer" in line and len(line) < 300
+
+
+# proves: docs/vllm.md#parameters-of-a-request
+def test_peer_of_a_request_is_sent_with_its_lookup(place, engines, monkeypatch):
+    """A host that is unknown to the server changes nothing."""
+    engine, prompt = engines(place.server()), tokens(CHUNK + 1, "peer")
+    engine.prefill(request("a", prompt), range(1, 6))
+    adapter, sent = engine.scheduler._scheduling.adapter, []
+    submit = adapter.maybe_submit_lookup_request
+    monkeypatch.setattr(adapter, "maybe_submit_lookup_request", lambda *args, **named: sent.append(named["peer"]) or submit(*args, **named))
+    assert engine.match(request("b", prompt, kv_transfer_params={"kvtier.peer": "host-a"})) == (CHUNK, True)
+    assert sent == ["host-a"]
 
 
 # proves: docs/vllm.md#parameters-of-a-request

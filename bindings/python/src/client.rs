@@ -240,7 +240,7 @@ impl Client {
 
     /// Chunks of the longest cached prefix of `prompt[..end]`.
     #[pyo3(signature = (prompt, end, request_id, model_name, world_size=1, num_kv_readers=1, cache_salt=String::new(),
-        timeout=None, traceparent=None, keep_seconds=None))]
+        timeout=None, traceparent=None, keep_seconds=None, peer=None))]
     #[expect(clippy::too_many_arguments, reason = "named arguments in Python")]
     fn lookup(
         &self,
@@ -254,6 +254,7 @@ impl Client {
         timeout: Option<f64>,
         traceparent: Option<&str>,
         keep_seconds: Option<u32>,
+        peer: Option<&str>,
     ) -> PyResult<Future> {
         check_salt(&cache_salt)
             .map_err(|error| PyValueError::new_err(format!("cache_salt: {error}")))?;
@@ -261,6 +262,7 @@ impl Client {
         let scope = self.scope(model_name, world_size, num_kv_readers, cache_salt);
         let scope = scope.with_settings(KeySettings {
             keep_seconds,
+            peer,
             traceparent,
             ..KeySettings::default()
         });

@@ -125,6 +125,9 @@ pub trait Adapter: Send + Sync + 'static {
     /// If the backend does not answer.
     fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>>;
 
+    /// Names a host that is likely to have what is looked up next, one of several that the adapter asks.
+    fn prefer(&self, _host: &str) {}
+
     /// Reads objects; one result each.
     fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>>;
 

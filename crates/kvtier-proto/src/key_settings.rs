@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::{deadline, keep_seconds, traceparent, wire};
+use crate::{deadline, keep_seconds, peer, traceparent, wire};
 
 /// Each is left out if it is `None`; a server ignores those that it does not know.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -11,6 +11,8 @@ pub struct KeySettings<'a> {
     pub deadline: Option<Duration>,
     /// See [`keep_seconds`].
     pub keep_seconds: Option<u32>,
+    /// See [`peer`]; left out if it is too long to be read.
+    pub peer: Option<&'a str>,
     /// See [`traceparent`]; left out if it is too long to be read.
     pub traceparent: Option<&'a str>,
 }
@@ -22,11 +24,14 @@ impl KeySettings<'_> {
         let Self {
             deadline,
             keep_seconds,
+            peer,
             traceparent,
         } = *self;
+        let peer = peer.filter(|host| host.len() <= peer::MAX_BYTES);
         let traceparent = traceparent.filter(|text| text.len() <= traceparent::MAX_BYTES);
         let len = usize::from(deadline.is_some())
             + usize::from(keep_seconds.is_some())
+            + usize::from(peer.is_some())
             + usize::from(traceparent.is_some());
         if len == 0 {
             return None;
@@ -41,6 +46,10 @@ impl KeySettings<'_> {
         if let Some(seconds) = keep_seconds {
             wire::write_str(&mut out, keep_seconds::NAME);
             wire::write_uint(&mut out, seconds.into());
+        }
+        if let Some(host) = peer {
+            wire::write_str(&mut out, peer::NAME);
+            wire::write_str(&mut out, host);
         }
         if let Some(traceparent) = traceparent {
             wire::write_str(&mut out, traceparent::NAME);
@@ -59,15 +68,24 @@ mod tests {
         let all = KeySettings {
             deadline: Some(Duration::from_millis(1_790_000_000_123)),
             keep_seconds: Some(60),
+            peer: Some("host.example"),
             traceparent: Some("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"),
         };
         let encoded = all.encode();
         let read = KeySettings {
             deadline: deadline::decode(encoded.as_deref()),
             keep_seconds: keep_seconds::decode(encoded.as_deref()),
+            peer: peer::decode(encoded.as_deref()),
             traceparent: traceparent::decode(encoded.as_deref()),
         };
         assert_eq!(read, all);
         assert_eq!(KeySettings::default().encode(), None);
+        let long = "a".repeat(peer::MAX_BYTES + 1);
+        let peer = Some(&*long);
+        let settings = KeySettings {
+            peer,
+            ..KeySettings::default()
+        };
+        assert_eq!(settings.encode(), None);
     }
 }

@@ -56,6 +56,7 @@ pub mod key;
 pub mod key_settings;
 mod lenient;
 pub mod operation;
+pub mod peer;
 pub mod pickle;
 pub mod request;
 pub mod response;

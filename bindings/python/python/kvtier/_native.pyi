@@ -236,11 +236,13 @@ class Client:
         timeout: float | None = None,
         traceparent: str | None = None,
         keep_seconds: int | None = None,
+        peer: str | None = None,
     ) -> Future[int]:
         """Returns the chunks of the longest cached prefix of the first ``end`` tokens, leased to the request.
 
         It may take ``timeout`` seconds; default: as other requests. A server that traces requests puts this one below the
         span that ``traceparent`` names (W3C Trace Context). What is found in the server's memory is pinned for ``keep_seconds``.
+        Its tiers of peers ask ``peer``, a host among theirs, before others.
 
         Raises:
             ValueError: a ``cache_salt`` that no key can have.

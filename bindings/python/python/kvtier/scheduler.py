@@ -138,6 +138,7 @@ class SchedulerAdapter:
         prompt: Prompt | None = None,
         traceparent: str | None = None,
         keep_seconds: int | None = None,
+        peer: str | None = None,
     ) -> None:
         """Starts a lookup unless the request has one; its result is kept until :meth:`cleanup_lookup_result`.
 
@@ -146,7 +147,8 @@ class SchedulerAdapter:
         no request can carry (negative ids, a ``cache_salt`` that no key can have) has failed, with the result 0.
         ``traceparent`` is the span that a server which traces requests puts this one below (W3C Trace Context).
         What the lookup finds in the server's memory is not evicted for ``keep_seconds`` seconds from then on (1 to 86400; a server
-        allows it for a share of its memory).
+        allows it for a share of its memory). ``peer`` is the host that is likely to have the prompt, one of those that the server's tiers of
+        peers read from; others are ignored.
 
         Raises:
             ValueError: not exactly one of ``token_ids``, ``block_hashes`` and ``prompt``.
@@ -175,6 +177,7 @@ class SchedulerAdapter:
                 min(self._lookup_timeout, self.client.timeout),
                 traceparent,
                 keep_seconds,
+                peer,
             )
             lookup.tokens, lookup.asked, lookup.miss = None, end, "not_found"
         except (KvTierError, *_BAD_ARGUMENTS) as error:

@@ -30,7 +30,7 @@ use kvtier_observe::trace::{LookupResult, TraceParent, TracedSession};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::JobRef;
 use kvtier_proto::response::Response;
-use kvtier_proto::{keep_seconds, skip_load, traceparent};
+use kvtier_proto::{keep_seconds, peer, skip_load, traceparent};
 use kvtier_store::tiers::{L2, PrefetchRequest};
 use tokio::sync::watch;
 
@@ -172,6 +172,9 @@ impl Lookups {
                     counted,
                     span,
                 };
+                if let Some(host) = peer::decode(key.request_configs) {
+                    l2.prefer(host);
+                }
                 let l2 = Arc::clone(l2);
                 self.prefetch(l2, key, covered, lookup, request, outcome);
             }

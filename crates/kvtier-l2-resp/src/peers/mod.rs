@@ -42,6 +42,9 @@ const MAX_PLACES: usize = 1 << 16;
 /// How long a peer counts only where no other has an object, after a load from it failed.
 const DISTRUST: Duration = Duration::from_secs(60);
 
+/// How long a peer that a request names is asked before others: the lookup may wait for its turn.
+const PREFERENCE: Duration = Duration::from_secs(2);
+
 /// A part of a lookup: the peer, the first object that it was asked about, and the lengths that it has.
 type Answer = (Arc<Peer>, usize, Vec<Option<u64>>);
 
@@ -55,6 +58,8 @@ struct Peer {
     answered_at: AtomicU64,
     /// When a load from it last failed, likewise.
     failed_at: AtomicU64,
+    /// When a request last named it, likewise.
+    preferred_at: AtomicU64,
 }
 
 /// What the tier and the tasks that resolve names share.
@@ -102,11 +107,15 @@ impl PeersAdapter {
         &self.known.options
     }
 
-    /// Peers that a lookup asks: all of them, or those that answered last and one of the others.
+    /// Peers that a lookup asks: all of them, or those that requests name, those that answered last, and one of the others.
     fn asked(&self) -> Vec<Arc<Peer>> {
         let mut peers = self.known.peers.lock().clone();
         if peers.len() > MAX_ASKED {
-            peers.sort_by_key(|peer| std::cmp::Reverse(peer.answered_at.load(Ordering::Relaxed)));
+            // Cached, since they change meanwhile.
+            peers.sort_by_cached_key(|peer| {
+                let preferred = self.is_recent(&peer.preferred_at, PREFERENCE);
+                std::cmp::Reverse((preferred, peer.answered_at.load(Ordering::Relaxed)))
+            });
             let others = peers.len() - (MAX_ASKED - 1);
             let turn = self.turn.fetch_add(1, Ordering::Relaxed) as usize % others;
             peers.swap(MAX_ASKED - 1, MAX_ASKED - 1 + turn);
@@ -121,9 +130,10 @@ impl PeersAdapter {
         now.max(1)
     }
 
-    fn is_distrusted(&self, peer: &Peer) -> bool {
-        let failed = peer.failed_at.load(Ordering::Relaxed);
-        failed > 0 && Duration::from_nanos(self.now().saturating_sub(failed)) < DISTRUST
+    /// Whether something was at most this long ago.
+    fn is_recent(&self, at: &AtomicU64, life: Duration) -> bool {
+        let at = at.load(Ordering::Relaxed);
+        at > 0 && Duration::from_nanos(self.now().saturating_sub(at)) < life
     }
 
     /// Takes the lengths that are not known yet; notes the peer with each.
@@ -168,7 +178,7 @@ impl PeersAdapter {
         drop(told);
         while let Ok(Some(answer)) = timeout_at(until, answers.recv()).await {
             answer.0.answered_at.store(self.now(), Ordering::Relaxed);
-            if self.is_distrusted(&answer.0) {
+            if self.is_recent(&answer.0.failed_at, DISTRUST) {
                 doubtful.push(answer);
                 continue;
             }
@@ -282,6 +292,7 @@ impl Peer {
             adapter: wrap::guard(Arc::new(adapter), &from.guards),
             answered_at: AtomicU64::new(0),
             failed_at: AtomicU64::new(0),
+            preferred_at: AtomicU64::new(0),
         })
     }
 }
@@ -317,6 +328,23 @@ impl Adapter for PeersAdapter {
 
     fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
         Box::pin(async move { Ok(self.ask(batch).await) })
+    }
+
+    fn prefer(&self, host: &str) {
+        let peers = self.known.peers.lock().clone();
+        let is_named =
+            |peer: &&Arc<Peer>| peer.host == host || host.parse() == Ok(peer.address.ip());
+        let mut named = peers.iter().filter(is_named).peekable();
+        if named.peek().is_none() {
+            let tier = &self.known.options.common.tier;
+            tracing::debug!(
+                tier,
+                ?host,
+                "a request names a host that is no peer; ignoring it"
+            );
+        }
+        let now = self.now();
+        named.for_each(|peer| peer.preferred_at.store(now, Ordering::Relaxed));
     }
 
     fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {

@@ -446,6 +446,31 @@ async fn each_of_many_peers_gets_its_turn() {
 
 // proves: docs/l2.md#reading-from-peers
 #[tokio::test]
+async fn peer_that_a_request_names_is_asked_first() {
+    let one = object(1, 1000);
+    let nothing = Held::new(1 << 20, []);
+    let held = Held::new(1 << 20, [one.clone()]);
+    let mut peers = Vec::new();
+    for _ in 0..11 {
+        peers.push(("127.0.0.1".to_owned(), port(&nothing).await));
+    }
+    let listener = TcpListener::bind("127.0.0.2:0").await.unwrap();
+    let number = listener.local_addr().unwrap().port();
+    let port = ReadPort::new(PortOptions::default(), Arc::clone(&held) as _).unwrap();
+    tokio::spawn(port.serve(listener));
+    peers.push(("127.0.0.2".to_owned(), number));
+    let adapter = PeersAdapter::open(PeersOptions::new(peers, PATIENCE));
+    connected(&adapter, 12).await;
+    let is_found = async || adapter.lookup(vec![one.clone()]).await.unwrap()[0].is_some();
+    adapter.prefer("host.of.an.attacker");
+    assert!(!is_found().await);
+    adapter.prefer("127.0.0.2");
+    assert!(is_found().await);
+    assert_eq!(adapter.status()["peers"].as_array().unwrap().len(), 12);
+}
+
+// proves: docs/l2.md#reading-from-peers
+#[tokio::test]
 async fn names_are_resolved() {
     let one = object(1, 1000);
     let held = Held::new(1 << 20, [one.clone()]);

@@ -202,6 +202,10 @@ impl Adapter for ScopedAdapter {
         self.inner.check()
     }
 
+    fn prefer(&self, host: &str) {
+        self.inner.prefer(host);
+    }
+
     fn status(&self) -> Value {
         self.inner.status()
     }

@@ -415,6 +415,10 @@ impl Adapter for Transformed {
         self.inner.check()
     }
 
+    fn prefer(&self, host: &str) {
+        self.inner.prefer(host);
+    }
+
     fn status(&self) -> Value {
         let mut status = self.inner.status();
         if let Some(status) = status.as_object_mut() {

@@ -384,6 +384,10 @@ impl Adapter for Guarded {
         self.inner.check()
     }
 
+    fn prefer(&self, host: &str) {
+        self.inner.prefer(host);
+    }
+
     fn status(&self) -> Value {
         let mut status = self.inner.status();
         let Some(map) = status.as_object_mut() else {

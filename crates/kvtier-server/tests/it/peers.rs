@@ -6,6 +6,7 @@ use std::net::TcpStream;
 use kvtier_client::Scope;
 use kvtier_core::ObjectKey;
 use kvtier_core::object_key::KeyShape;
+use kvtier_proto::key_settings::KeySettings;
 
 use crate::http::request;
 use crate::l2::{hits, with_tiers};
@@ -165,4 +166,33 @@ fn what_a_peer_has_evicted_is_a_miss() {
     assert_eq!(reader.readings().tiers[0].objects, 0);
     drop((worker, server));
     reader.assert_sound();
+}
+
+// proves: docs/vllm.md#parameters-of-a-request
+#[test]
+fn peer_that_a_lookup_names_is_asked_among_many() {
+    let scope = Scope::new("peers/named");
+    let server = with_port(&["--peer-host", "127.0.0.2"]);
+    let (server, scope, worker, prompt) = given_stored_on(server, scope, 2);
+    // Nothing listens there.
+    let mut peers: Vec<_> = (1..=40)
+        .map(|port| format!("\"127.0.0.1:{port}\""))
+        .collect();
+    peers.push(format!("\"{}\"", server.peer_address().unwrap()));
+    let tier = format!(
+        r#"{{"type":"peers","peers":[{}],"first_byte_ms":30000,"lookup_timeout_ms":30000}}"#,
+        peers.join(",")
+    );
+    let reader = with_tiers(&[&tier], &[]);
+    wait_until("a connection to the peer", || {
+        let status = request(&reader, "GET", "/status", "").2;
+        status.contains("\"connected_peers\":1")
+    });
+    let mut engine = reader.engine_driven(1, &scope);
+    let named = scope.clone().with_settings(KeySettings {
+        peer: Some("127.0.0.2"),
+        ..KeySettings::default()
+    });
+    assert_eq!(hits(engine.connection(), &named, &prompt, "r"), 2);
+    drop((worker, server));
 }

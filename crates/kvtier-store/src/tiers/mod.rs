@@ -370,6 +370,13 @@ impl L2 {
         self.cache.set_unstored(namespace, hashes);
     }
 
+    /// Names a host that is likely to have what is looked up next.
+    pub fn prefer(&self, host: &str) {
+        self.tiers
+            .iter()
+            .for_each(|tier| tier.adapter().prefer(host));
+    }
+
     /// Brings as much of a prompt into L1 as there is. A request that is `cancelled` before it asks the tiers asks none. After that
     /// what they have is loaded all the same: a client whose deadline is shorter than the tiers' answers would never hit.
     pub async fn prefetch(

@@ -20,6 +20,9 @@ STORED_TOKENS = PREFIX + "stored_tokens"
 # Seconds in a day, the longest that a server keeps what a request asks it to keep.
 _MAX_KEEP_SECONDS = 86_400
 
+# Longest name of a host.
+_MAX_HOST = 253
+
 
 @dataclass(frozen=True)
 class Parameters:
@@ -37,6 +40,9 @@ class Parameters:
     keep_seconds: int | None = None
     """Seconds that what it stores or hits is pinned; 0: what it stores is evicted first; None: it is kept as any other."""
 
+    peer: str | None = None
+    """Host that is likely to have its KV, one of those that the server reads from."""
+
     @classmethod
     def of(cls, request: Any, warnings: RateLimited) -> Parameters:
         """Reads a request's parameters; of several of one use the least counts. Clients choose them, so none is refused.
@@ -44,7 +50,7 @@ class Parameters:
         A limit that is not allowed counts as 0: its client wanted less than everything. Other values that are not allowed, and unknown
         keys, are ignored, so that clients may send those of a later release; keys of other connectors are not looked at.
         """
-        values: dict[str, int] = {}
+        values: dict[str, Any] = {}
         given = getattr(request, "kv_transfer_params", None)
         for key, value in given.items() if isinstance(given, Mapping) else ():
             parameter = PARAMETERS.get(key)
@@ -54,7 +60,7 @@ class Parameters:
                     read, effect = _OTHERWISE[parameter.use]
                     _warn(warnings, "value", request, key, value, f"allowed are {parameter.allowed}; the request {effect}")
                 if read is not None:
-                    values[parameter.use] = min(values.get(parameter.use, _ALL), read)
+                    values[parameter.use] = min(values.get(parameter.use, read), read)
             elif parameter is None and isinstance(key, str) and key.startswith(PREFIX):
                 effect = f"there is no such parameter, and it is ignored; allowed are {', '.join(PARAMETERS)}"
                 _warn(warnings, "key", request, key, value, effect)
@@ -76,7 +82,7 @@ class Parameter(NamedTuple):
     allowed: str
     """Values that are allowed, as a text."""
 
-    read: Callable[[Any], int | None]
+    read: Callable[[Any], Any]
     """Returns the field's value that a value means; None if it is not allowed."""
 
 
@@ -100,6 +106,16 @@ def _seconds(value: Any) -> int | None:
     return value if type(value) is int and 0 <= value <= _MAX_KEEP_SECONDS else None
 
 
+def _host(value: Any) -> str | None:
+    """Returns a host."""
+    return value if isinstance(value, str) and 0 < len(value) <= _MAX_HOST else None
+
+
+def _source(value: Any) -> str | None:
+    """Returns the host of llm-d's source of KV."""
+    return _host(value.get("remote_host")) if isinstance(value, Mapping) else None
+
+
 _SWITCH, _COUNT = "true and false", "whole numbers from 0 on"
 
 PARAMETERS = {
@@ -109,14 +125,17 @@ PARAMETERS = {
     "kvtier.max_load_tokens": Parameter("load", _COUNT, _count),
     STORED_TOKENS: Parameter("awaited", _COUNT, _count),
     "kvtier.keep_seconds": Parameter("keep_seconds", f"whole numbers from 0 to {_MAX_KEEP_SECONDS}", _seconds),
+    "kvtier.peer": Parameter("peer", f"host names and addresses of at most {_MAX_HOST} characters", _host),
+    "remote_kv_source": Parameter("peer", "objects with such a remote_host", _source),
     "lmcache.skip_save": Parameter("store", _SWITCH, _prohibition),
     "lmcache.max_offload_tokens": Parameter("store", _COUNT, _count),
 }
-"""Key -> parameter. Names of LMCache's connectors are those that mean the same there."""
+"""Key -> parameter. Names of LMCache's connectors are those that mean the same there; ``remote_kv_source`` is llm-d's."""
 
 
 # The field's value where one is not allowed, None for its default, and what that means.
 _OTHERWISE: dict[str, tuple[int | None, str]] = {
+    "peer": (None, "names no peer"),
     "store": (0, "may store nothing"),
     "load": (0, "may load nothing"),
     "awaited": (0, "waits for nothing"),

@@ -180,6 +180,7 @@ class Scheduling:
             cache_salt=tracked.salt,
             traceparent=traced.get("traceparent"),
             keep_seconds=tracked.parameters.keep_seconds,
+            peer=tracked.parameters.peer,
         )
 
     def _waits(self, tracked: Tracked, found: int, end: int) -> bool:

@@ -305,6 +305,10 @@ impl Adapter for Faulty {
         self.inner.check()
     }
 
+    fn prefer(&self, host: &str) {
+        self.inner.prefer(host);
+    }
+
     fn status(&self) -> Value {
         let mut status = self.inner.status();
         status["type"] = self.kind().into();
