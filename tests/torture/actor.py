@@ -275,8 +275,8 @@ def is_filled(layers, value):
     return all(bool((layer == value).all()) for layer in layers)
 
 
-def start(spec, url, logs, wanted=None):
-    """Forks an engine; its process id. With `wanted` it audits and ends."""
+def start(spec, url, logs, work=Actor.work):
+    """Forks an engine, which ends after its work; its process id."""
     sys.stdout.flush()
     pid = os.fork()
     if pid:
@@ -292,10 +292,7 @@ def start(spec, url, logs, wanted=None):
         torch.set_num_threads(1)
         actor = Actor(spec, url, logs / f"engine-{spec.number}.jsonl")
         if actor.client:
-            if wanted is None:
-                actor.work()
-            else:
-                actor.audit(wanted)
+            work(actor)
             actor.client.close()
         # Segments of tensors are removed at the exit of the interpreter, which a forked process does not reach.
         atexit._run_exitfuncs()

@@ -131,11 +131,11 @@ class Round(Faults):
 
     # -- the course of it ------------------------------------------------------------------------
 
-    def start_engine(self, spec, wanted=None):
+    def start_engine(self, spec, work=actor.Actor.work):
         """Forks an engine."""
         self.specs[spec.number] = spec
         url = self.link.url if spec.is_proxied else self.server.url
-        self.pids[spec.number] = pid = actor.start(spec, url, self.logs, wanted)
+        self.pids[spec.number] = pid = actor.start(spec, url, self.logs, work)
         self.started[pid] = time.monotonic()
 
     def wait_engines(self, timeout):
@@ -223,7 +223,7 @@ class Round(Faults):
         for model in sorted({spec.model for spec in self.plan.engines}):
             mode = ["engine_driven", "lmcache_driven", "cuda"][model // 2]
             wanted = checker.wanted_prompts(kept, model, len(TENANTS), PROMPTS, CHUNKS)
-            self.start_engine(EngineSpec(1000 + model, "lmcache", mode, model, False, "audit"), wanted)
+            self.start_engine(EngineSpec(1000 + model, "lmcache", mode, model, False, "audit"), lambda engine, wanted=wanted: engine.audit(wanted))
         self.wait_engines(150)
         self.link.close()
         self.link = None

@@ -4,6 +4,7 @@
   run.py --package DIR --seed 7                  one round; DIR has the Python package kvtier
   run.py --package DIR --seed 7 --seconds 3600   rounds for an hour; the seeds of the next ones follow from the first
   run.py --package DIR --seed 7 --plan           prints what would happen
+  run.py --package DIR --seed 7 --fleet          three servers that read from each other, for ten minutes or --seconds
 
 Exit status 0 if nothing was violated.
 """
@@ -35,6 +36,7 @@ def arguments():
     parser.add_argument("--logs", type=Path, default=home / "logs" / "torture")
     parser.add_argument("--summary", type=Path, help="path without a suffix of a summary, as .txt and .json")
     parser.add_argument("--plan", action="store_true")
+    parser.add_argument("--fleet", action="store_true")
     return parser.parse_args()
 
 
@@ -119,6 +121,8 @@ def main():
     from round import Round
 
     version = subprocess.run([our_command()[0], "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    if options.fleet:
+        return run_fleet(options, version)
     summary = Summary(options.seed, version)
     for seed in seeds(options):
         made, logs, began = plan.make(seed, options.round_seconds), options.logs / str(seed), time.monotonic()
@@ -139,6 +143,22 @@ def main():
         summary.write(options.summary)
     print(summary.text(), end="")
     return 1 if summary.failed else 0
+
+
+def run_fleet(options, version):
+    """Three servers, if there may be network namespaces."""
+    import fleet
+    from network import Network
+
+    try:
+        network = Network(len(fleet.HOSTS), fleet.BANDWIDTH)
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"SKIP a fleet: {error}")
+        return 0
+    shutil.rmtree(options.logs, ignore_errors=True)
+    seed, seconds = options.seed[0], options.seconds or 600
+    print(f"{version}, seed {seed}, {seconds:g} s of faults; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs", flush=True)
+    return 1 if fleet.Fleet(network, seed, seconds, options.logs).run() else 0
 
 
 if __name__ == "__main__":
