@@ -1,6 +1,6 @@
 //! KV events for Python: what the server has stored and removed since they were last taken.
 //!
-//! The mutex guards that; the client's I/O thread acquires it for each batch, a scheduler for each of its calls.
+//! The mutex guards that; no other lock is acquired inside. The client's I/O thread acquires it for each batch, a scheduler for each call.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -199,11 +199,8 @@ impl Endpoint {
         let asked = values.split_off(own.min(values.len()));
         for (at, value) in values.iter().enumerate() {
             if let Value::Error(text) = value {
-                // An unknown command may be repeated, with its arguments.
-                let is_of_credentials =
-                    at == 0 && !options.password.is_empty() && !errors::is_without_arguments(text);
-                let text = if is_of_credentials {
-                    errors::code(text)
+                let text = if at == 0 && !options.password.is_empty() {
+                    errors::of_credentials(text)
                 } else {
                     text
                 };

@@ -26,11 +26,12 @@ impl Fatal {
 
 const TOO_MANY_CLIENTS: &str = "max number of clients";
 
-/// Whether an error in reply to AUTH is one that repeats no argument.
-pub(super) fn is_without_arguments(text: &str) -> bool {
+/// What may be shown of an error in reply to AUTH, which may repeat the password.
+pub(super) fn of_credentials(text: &str) -> &str {
     [TOO_MANY_CLIENTS, "without any password configured"]
-        .iter()
-        .any(|known| text.contains(known))
+        .into_iter()
+        .find(|known| text.contains(known))
+        .unwrap_or_else(|| code(text))
 }
 
 /// The error of a command.

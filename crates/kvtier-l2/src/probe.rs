@@ -57,7 +57,10 @@ pub async fn probe(adapter: &dyn Adapter) -> Result<Probed, L2Error> {
             status = adapter.status();
         }
         return Ok(Probed {
-            missing_peers: status["error"].as_str().map(str::to_owned),
+            missing_peers: status["error"]
+                .as_str()
+                .filter(|_| status["connected_peers"] == 0)
+                .map(str::to_owned),
             ..probed
         });
     }

@@ -2,8 +2,8 @@
 
 use std::borrow::Cow;
 
-/// Names that no tenant has behind a prefix: none, and those that mean something else in paths.
-const RESERVED: [&str; 4] = ["", "_default", ".", ".."];
+/// Names that no tenant has behind a prefix: none, and those that mean something else in paths and metrics.
+const RESERVED: [&str; 5] = ["", "_default", "other", ".", ".."];
 
 /// Names of tenants for operators. Keys have the whole salt.
 ///
@@ -58,6 +58,7 @@ mod tests {
             ("front:front:acme", "front:acme"),
             ("front:", "@front:"),
             ("front:_default", "@front:_default"),
+            ("front:other", "@front:other"),
             ("_default", "@_default"),
             ("front:..", "@front:.."),
             ("Front:acme", "@Front:acme"),

@@ -107,14 +107,19 @@ impl PeersAdapter {
         &self.known.options
     }
 
-    /// Peers that a lookup asks: all of them, or those that requests name, those that answered last, and one of the others.
+    /// Peers that a lookup asks: all of them, or the one that a request named last, those that answered last, and one of the others.
     fn asked(&self) -> Vec<Arc<Peer>> {
         let mut peers = self.known.peers.lock().clone();
         if peers.len() > MAX_ASKED {
+            let named = peers
+                .iter()
+                .filter(|peer| self.is_recent(&peer.preferred_at, PREFERENCE))
+                .max_by_key(|peer| peer.preferred_at.load(Ordering::Relaxed))
+                .map(|peer| peer.address);
             // Cached, since they change meanwhile.
             peers.sort_by_cached_key(|peer| {
-                let preferred = self.is_recent(&peer.preferred_at, PREFERENCE);
-                std::cmp::Reverse((preferred, peer.answered_at.load(Ordering::Relaxed)))
+                let answered = peer.answered_at.load(Ordering::Relaxed);
+                std::cmp::Reverse((Some(peer.address) == named, answered))
             });
             let others = peers.len() - (MAX_ASKED - 1);
             let turn = self.turn.fetch_add(1, Ordering::Relaxed) as usize % others;

@@ -121,7 +121,8 @@ fn the_default_pool_leaves_space_for_the_previous() {
     }
     // A quarter of the memory just fits, once.
     let size = (HostMemory::of_this_process().bytes / 4).next_multiple_of(1 << 20);
-    let script = format!("mount -o remount,size={size} /dev/shm; KVTIER server --check-config;");
+    let script =
+        format!("mount -o remount,size={size} /dev/shm; KVTIER server --check-config --port 0;");
     let checked = alone(&script).output().unwrap();
     assert!(
         said(&checked).contains("45 % of /dev/shm"),

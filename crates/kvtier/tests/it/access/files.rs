@@ -166,6 +166,8 @@ fn tokens_allow_hosts_beyond_loopback_with_warnings() {
                 "0.01",
                 "--shm-name",
                 "",
+                "--port",
+                "0",
             ])
             .args(["--http-host", "0.0.0.0", "--http-token-file", "tokens"])
             .args(more)

@@ -155,6 +155,8 @@ fn secrets_appear_in_no_error_or_check() {
                 "0.01",
                 "--shm-name",
                 "",
+                "--port",
+                "0",
             ])
             .args(flags)
             .current_dir(files.0.path())
