@@ -234,6 +234,7 @@ async def main():
         tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
     router = Router(arguments.engine, tokenizer, arguments.budget_ms / 1000, arguments.model, arguments.engine_timeout)
     server = await asyncio.start_server(router.serve, arguments.host, arguments.port)
+    print(f"serving on http://{arguments.host}:{arguments.port}", flush=True)
     async with server:
         await server.serve_forever()
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kvtier_common::error::{Error, Result};
 use kvtier_l2::{AdapterConfig, redact};
-use kvtier_l2_resp::PEERS;
+use kvtier_l2_resp::{OWN_PORT, PEERS};
 use rustix::fs::{Access, access};
 
 use super::GIB;
@@ -289,12 +289,16 @@ fn adapters(args: &ServerArgs) -> Result<Vec<AdapterConfig>> {
         let mut adapter = parsed.map_err(|error| Error::refused("--l2-adapter").source(error))?;
         let by_number = || format!("{}-{number}", adapter.kind);
         adapter.name.get_or_insert_with(by_number);
-        // All servers of a fleet have one.
-        if adapter.kind == PEERS.name()
-            && let Some(password) = &args.peer_password
-            && adapter.options.get::<&str>("password").is_empty()
-        {
-            adapter.options.set_text("password", password);
+        if adapter.kind == PEERS.name() {
+            // All servers of a fleet have one.
+            if let Some(password) = &args.peer_password
+                && adapter.options.get::<&str>("password").is_empty()
+            {
+                adapter.options.set_text("password", password);
+            }
+            if let Some(port) = args.peer_port {
+                adapter.options.set_integer(OWN_PORT, port.into());
+            }
         }
         Ok(adapter)
     };

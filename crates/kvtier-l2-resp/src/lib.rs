@@ -56,7 +56,7 @@ use reply::Value;
 pub use address::Address;
 pub use options::RespOptions;
 pub use options::{REDIS, RESP, VALKEY};
-pub use peers::{PEERS, PeersAdapter, PeersOptions};
+pub use peers::{OWN_PORT, PEERS, PeersAdapter, PeersOptions};
 pub use port::{ObjectSource, PortOptions, ReadPort};
 
 /// Reads what a server sends: each reply to its end, slots and redirects among them. Panics if a part of a reply is taken for

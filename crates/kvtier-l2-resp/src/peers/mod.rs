@@ -9,7 +9,7 @@
 mod options;
 
 use std::collections::{BTreeMap, HashMap};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -28,7 +28,7 @@ use kvtier_l2::{
     Adapter, BoxFuture, Capabilities, ErrorKind, L2Error, ListPage, Listed, LoadItem, Loaded,
     ObjectSpec, Recovered, StoreItem, Stored, trailer, wrap,
 };
-pub use options::{PEERS, PeersOptions};
+pub use options::{OWN_PORT, PEERS, PeersOptions};
 
 /// Peers that a lookup asks at most.
 const MAX_ASKED: usize = 8;
@@ -225,7 +225,7 @@ async fn resolve(known: Arc<Known>, host: String, port: u16) {
         let resolved = timeout(RESOLVE_INTERVAL, lookup_host((&*host, port))).await;
         let failure = match resolved {
             Ok(Ok(addresses)) => {
-                known.replace(&host, port, &addresses.collect::<Vec<_>>());
+                known.replace(&host, port, addresses.collect());
                 None
             }
             Ok(Err(error)) => Some(error.to_string()),
@@ -237,8 +237,11 @@ async fn resolve(known: Arc<Known>, host: String, port: u16) {
 }
 
 impl Known {
-    /// Replaces the peers of a name. An address that another name has too is one peer.
-    fn replace(&self, host: &str, port: u16, addresses: &[SocketAddr]) {
+    /// Replaces the peers of a name. An address that another name has too is one peer, and this server is none.
+    fn replace(&self, host: &str, port: u16, mut addresses: Vec<SocketAddr>) {
+        if self.options.own_port == Some(port) {
+            addresses.retain(|address| !is_of_this_host(address.ip()));
+        }
         let is_gone = |peer: &Peer| {
             peer.host == host && peer.address.port() == port && !addresses.contains(&peer.address)
         };
@@ -246,7 +249,7 @@ impl Known {
         let before = peers.len();
         peers.retain(|peer| !is_gone(peer));
         let has_lost = peers.len() < before;
-        for address in addresses {
+        for address in &addresses {
             if !peers.iter().any(|peer| peer.address == *address) {
                 peers.push(Peer::open(&self.options, host, *address));
             }
@@ -458,6 +461,11 @@ impl Adapter for PeersAdapter {
             closes.join_all().await;
         })
     }
+}
+
+/// Whether an address is one of this host.
+fn is_of_this_host(address: IpAddr) -> bool {
+    UdpSocket::bind((address, 0)).is_ok()
 }
 
 /// Whether a failed load says that its peer claims what it does not give: neither that an object was evicted, nor a limit

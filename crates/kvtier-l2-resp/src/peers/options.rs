@@ -22,11 +22,16 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 /// The variable with the password of peers, for tools that have no --peer-password.
 const PASSWORD_VARIABLE: &str = "KVTIER_PEER_PASSWORD";
 
+/// The key with this server's port for peers, which its configuration sets.
+pub const OWN_PORT: &str = "own_port";
+
 /// Options of the tier.
 #[derive(Clone)]
 pub struct PeersOptions {
     /// Hosts and ports; each address of a name is a peer.
     pub peers: Vec<(String, u16)>,
+    /// The port for peers of this server: addresses of this host with it are no peers.
+    pub own_port: Option<u16>,
     /// Options of the connection to each peer, whose address is filled in later.
     pub common: RespOptions,
     /// Deadlines and breaker of each peer. A lookup is answered within its deadline, or not at all.
@@ -46,6 +51,7 @@ impl PeersOptions {
         let nowhere = Address::Tcp(String::new(), 0);
         Self {
             peers,
+            own_port: None,
             common: RespOptions {
                 tier: "peers".to_owned(),
                 num_workers: 4,
@@ -73,6 +79,9 @@ impl PeersOptions {
             "" => std::env::var(PASSWORD_VARIABLE).unwrap_or_default(),
             given => given.to_owned(),
         };
+        made.own_port = options
+            .find(OWN_PORT)
+            .and_then(|it: u32| it.try_into().ok());
         made.common = RespOptions {
             tier: config.tier().to_owned(),
             tls: options

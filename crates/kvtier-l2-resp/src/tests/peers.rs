@@ -444,6 +444,27 @@ async fn each_of_many_peers_gets_its_turn() {
     );
 }
 
+// proves: docs/l2.md#other-servers
+#[tokio::test]
+async fn server_is_no_peer_of_its_own() {
+    let held = Held::new(1 << 20, [object(1, 1000)]);
+    let (own, other) = (port(&held).await, port(&held).await);
+    let peers = [own, other].map(|port| ("localhost".to_owned(), port));
+    let adapter = PeersAdapter::open(PeersOptions {
+        own_port: Some(own),
+        ..PeersOptions::new(peers.to_vec(), PATIENCE)
+    });
+    connected(&adapter, 1).await;
+    let status = adapter.status();
+    let peers = status["peers"].as_array().unwrap();
+    assert!(peers.iter().all(|it| {
+        it["addresses"][0]
+            .as_str()
+            .unwrap()
+            .ends_with(&format!(":{other}"))
+    }));
+}
+
 // proves: docs/l2.md#reading-from-peers
 #[tokio::test]
 async fn peer_that_a_request_names_is_asked_first() {

@@ -118,6 +118,11 @@ impl Options {
         self.settings.insert(key, Setting::Text(text.to_owned()));
     }
 
+    /// Sets the whole number of `key`.
+    pub fn set_integer(&mut self, key: &'static str, number: i64) {
+        self.settings.insert(key, Setting::Integer(number));
+    }
+
     /// Returns the value of `key`, `None` if it is unset and has no default.
     ///
     /// The type must be that of the key's [`Shape`]: a whole number is read as `i64`, `u64`, `u32` or `usize`, a number

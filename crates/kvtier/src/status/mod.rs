@@ -396,6 +396,16 @@ fn tier(tier: &TierStatus) -> String {
         (false, Some(cause)) => format!("NOT HEALTHY: {cause}"),
         (false, None) => "NOT HEALTHY".to_owned(),
     });
+    if let Some(peers) = tier.more.get("peers").and_then(Value::as_array) {
+        let connected = peers.iter().filter(|peer| peer["connected"] != 0).count();
+        let error = peers.iter().find_map(|peer| peer["error"].as_str());
+        let error = error.filter(|_| tier.is_healthy);
+        let error = error.map(|it| format!(" ({it})")).unwrap_or_default();
+        parts.push(format!(
+            "{connected} of {} peers connected{error}",
+            peers.len()
+        ));
+    }
     for (call, breaker) in &tier.breaker {
         if breaker.state != "closed" {
             parts.push(format!("breaker of {call}s {}", breaker.state));
@@ -591,21 +601,24 @@ workers   2
                 { "name": "fs-2", "type_name": "fs", "is_healthy": true,
                   "read_only": true, "io_engine": "uring",
                   "recovery": { "state": "failed", "error": "no such directory" } },
+                { "name": "peers-0", "type_name": "peers", "is_healthy": true,
+                  "peers": [{ "connected": 2, "error": null }, { "connected": 0, "error": "b:1: WRONGPASS" }] },
                 // Of LMCache's own server.
                 { "type": "FSL2Adapter", "is_healthy": true, "base_path": "/data" },
             ],
         } });
         let expected = "\
-L2        4 tiers, 1,200 objects to be stored (3.00 MiB), 7 dropped, 2 being loaded
+L2        5 tiers, 1,200 objects to be stored (3.00 MiB), 7 dropped, 2 being loaded
   fs-0: fs, healthy, 1.00 GiB of 4.00 GiB in use (25.0 %), 1,234 objects, 1,000 of them recovered
   fs-1: fs, NOT HEALTHY: disk: away, breaker of loads open, FULL, 512 B in use, recovery in progress, \
 5 stores failed (deadline 2, full 3), 1 loads failed (corrupt 1)
   fs-2: fs, healthy, read_only, I/O by uring, recovery failed: no such directory
+  peers-0: peers, healthy, 1 of 2 peers connected (b:1: WRONGPASS)
   FSL2Adapter, healthy
 ";
         let text = lines(status);
         assert!(
-            text.starts_with("server    u: healthy, 1 of 4 second tiers failed\n"),
+            text.starts_with("server    u: healthy, 1 of 5 second tiers failed\n"),
             "{text}"
         );
         assert!(text.contains(expected), "{text}");
