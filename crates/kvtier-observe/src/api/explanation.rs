@@ -10,6 +10,7 @@ use utoipa::ToSchema;
 
 /// A prompt, and the engine that would ask for it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
 pub struct ExplainRequest {
     /// Model: the full name of the workers, or what is before its `#`.
     pub model_name: String,
