@@ -451,6 +451,36 @@ def test_removed_chunk_waits_until_it_is_stored_again():
     assert announcements._chunks == announcements._identities == {}
 
 
+@pytest.mark.parametrize("removed, expected", [([0], []), ([1, 0], [0])])
+def test_chunk_of_a_forgotten_removal_waits_no_more(monkeypatch, removed, expected):
+    """It was evicted long ago: the chunk itself, one that waits behind it, and one that is behind a later removal."""
+    monkeypatch.setattr(events_module, "_MAX_REMOVED", 4)
+    announcements, asked = announcements_of([full(4)]), vllm_request("r", prompt("forgotten", 2))
+    keys = keys_of(asked)
+    announcements.follow((1, 0), {keys[number]: False for number in removed})
+    announcements.found(asked, 2 * CHUNK, CHUNK, keys)
+    announcements.follow((1, 0), {keys[1]: False, **{bytes([number]): False for number in range(5 - len(removed))}})
+    announcements.follow((1, 0), {keys[0]: True})
+    assert [chunk.key for chunk in announcements._chunks.values()] == [keys[number] for number in expected]
+    assert announcements._waiting == {}
+
+
+def test_earliest_waiting_chunk_gives_way(monkeypatch):
+    """Of more than the limit the latest are announced when they are stored, and only they are looked at."""
+    monkeypatch.setattr(events_module, "_MAX_WAITING", 3)
+    announcements, prompts = announcements_of([full(4)]), [vllm_request(f"r{number}", prompt(f"wait-{number}", 1)) for number in range(5)]
+    keys = [keys_of(asked)[0] for asked in prompts]
+    announcements.follow((1, 0), dict.fromkeys(keys, False))
+    for asked, key in zip(prompts, keys, strict=True):
+        announcements.found(asked, CHUNK, CHUNK, [key])
+    looked, stored = [], announcements.stored
+    monkeypatch.setattr(announcements, "stored", lambda chunk: (looked.append(chunk.key), stored(chunk)))
+    for key in keys:
+        announcements.follow((1, 0), {key: True})
+    assert looked == [chunk.key for chunk in announcements._chunks.values()] == keys[2:]
+    assert announcements._waiting == announcements._removed == {}
+
+
 def test_limit_leaves_no_chunk_without_the_one_before():
     """Beyond the limit the oldest prompts are removed, each with its end."""
     announcements, order = announcements_of([full(4)], max_hashes=40), []

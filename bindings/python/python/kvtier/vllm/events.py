@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,10 +135,11 @@ class Announcements:
         self._chunks: OrderedDict[bytes, AnnouncedChunk] = OrderedDict()
         # The server's hash -> identities of announced chunks, which differ in the adapter's name.
         self._identities: dict[bytes, set[bytes]] = defaultdict(set)
-        # The server's hashes of chunks that were removed last, not stored.
-        self._removed: dict[bytes, None] = {}
-        # By identity: chunks to be announced when the server has stored them.
-        self._waiting: dict[bytes, ChunkEvents] = {}
+        # The server's hashes of chunks that were removed last, not stored, from the earliest removal on; each with the chunks, by
+        # identity, to be announced when the server has stored it: itself, and those behind it.
+        self._removed: OrderedDict[bytes, dict[bytes, ChunkEvents]] = OrderedDict()
+        # Identity of a chunk there -> the hash that it waits for, in the order of their arrival.
+        self._waiting: OrderedDict[bytes, bytes] = OrderedDict()
         self._events: list[KVCacheEvent] = []
         # Number of the connection to the server, and epoch of its events; None while it does not answer.
         self.connection: tuple[int, int] | None = None
@@ -159,18 +160,24 @@ class Announcements:
             self.connection = connection
             self._remove_all()
         for key, is_stored in changes.items():
+            if not is_stored:
+                # A hash keeps its place, so that no chunk waits for one that is forgotten later than its own.
+                self._removed.setdefault(key, {})
+                for identity in list(self._identities.get(key, ())):
+                    self.remove(identity)
+        for key, is_stored in changes.items():
             if is_stored:
-                self._removed.pop(key, None)
-                continue
-            self._removed[key] = None
-            for identity in list(self._identities.get(key, ())):
-                self.remove(identity)
+                for chunk in self._forget_removed(key):
+                    self.stored(chunk)
         while len(self._removed) > _MAX_REMOVED:
-            del self._removed[next(iter(self._removed))]
-        if changes and self._waiting:
-            waiting, self._waiting = self._waiting, {}
-            for each in waiting.values():
-                self.stored(each)
+            self._forget_removed(next(iter(self._removed)))
+
+    def _forget_removed(self, key: bytes) -> Collection[ChunkEvents]:
+        """Forgets a removal; returns the chunks that have waited for the chunk's store, and wait no more."""
+        chunks = self._removed.pop(key, {})
+        for identity in chunks:
+            del self._waiting[identity]
+        return chunks.values()
 
     def reset(self) -> None:
         """Removes all chunks, which no request finds any more."""
@@ -224,11 +231,14 @@ class Announcements:
     def stored(self, chunk: ChunkEvents) -> None:
         """Announces a chunk, unless it is announced, its parent is not, or all were removed since it was made. It waits if the server has
         removed it, or if its parent waits."""
-        if chunk.epoch != self._epoch or chunk.identity in self._chunks:
+        if chunk.epoch != self._epoch or chunk.identity in self._chunks or chunk.identity in self._waiting:
             return
-        if chunk.key in self._removed or chunk.parent in self._waiting:
-            if len(self._waiting) < _MAX_WAITING:
-                self._waiting[chunk.identity] = chunk
+        awaited = chunk.key if chunk.key in self._removed else self._waiting.get(chunk.parent)
+        if awaited is not None:
+            self._removed[awaited][chunk.identity], self._waiting[chunk.identity] = chunk, awaited
+            if len(self._waiting) > _MAX_WAITING:
+                identity, key = self._waiting.popitem(last=False)
+                del self._removed[key][identity]
             return
         if chunk.parent is not None and chunk.parent not in self._chunks:
             return
