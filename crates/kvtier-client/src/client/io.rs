@@ -141,7 +141,7 @@ impl Io {
         drop(inbox);
         if kv_events.is_some() {
             self.kv_events = kv_events;
-            self.request_kv_events();
+            self.request_kv_events(true);
         }
         for end in ends {
             keep_end(&mut self.unsent_ends, end);
@@ -231,7 +231,7 @@ impl Io {
         if !self.up && self.wire.as_ref().is_some_and(Wire::is_ready) {
             self.up = true;
             self.no_connection = None;
-            self.request_kv_events();
+            self.request_kv_events(true);
             self.shared.unreachable.store(false, Ordering::Relaxed);
             self.shared.link.set(true);
         }
@@ -259,14 +259,14 @@ impl Io {
     }
 
     /// Requests the stream of KV events, if there is one, on a connection that is up.
-    fn request_kv_events(&mut self) {
+    fn request_kv_events(&mut self, is_new_connection: bool) {
         if let Some(stream) = &mut self.kv_events
             && let Some(wire) = self.wire.as_mut().filter(|_| self.up)
         {
             let uid = self.shared.next_uid.fetch_add(1, Ordering::Relaxed);
             let deadline = Instant::now() + self.shared.timeout();
             self.deadlines.push(Reverse((deadline, uid)));
-            wire.send(stream.request(uid));
+            wire.send(stream.request(uid, is_new_connection));
         }
     }
 
@@ -327,9 +327,13 @@ impl Io {
             return;
         };
         if let Some(stream) = self.kv_events.as_mut().filter(|it| it.has(incoming.uid)) {
-            let acknowledgement = stream.receive(incoming);
-            if let (Some(wire), Some(frames)) = (&mut self.wire, acknowledgement) {
-                wire.send(frames);
+            let uid = incoming.uid;
+            match (stream.receive(incoming), &mut self.wire) {
+                (Some(frames), Some(wire)) => wire.send(frames),
+                _ => {
+                    let retry_at = Instant::now() + self.backoff.pause();
+                    self.deadlines.push(Reverse((retry_at, uid)));
+                }
             }
             return;
         }
@@ -350,7 +354,9 @@ impl Io {
             }
             self.deadlines.pop();
             if let Some(stream) = self.kv_events.as_mut().filter(|it| it.has(uid)) {
-                stream.expire();
+                if stream.expire() {
+                    self.request_kv_events(false);
+                }
                 continue;
             }
             let (operation, waited, sink) = if let Some(sent) = self.sent.remove(&uid) {

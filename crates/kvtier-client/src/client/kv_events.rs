@@ -1,7 +1,8 @@
 //! The stream of a server's KV events, on the connection of a [`Client`](super::Client).
 //!
 //! The client requests it on each connection, and acknowledges each batch once the callback has returned. A stream begins with the
-//! present: nothing that the last connection's stream said need be true of this one's server.
+//! present: nothing that the last connection's stream said need be true of this one's server. One that is not answered in time or that
+//! ends is requested again, unless the server has refused it.
 
 use std::hash::{BuildHasher, RandomState};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -23,24 +24,33 @@ const PRESENT: i64 = i64::MAX;
 /// News of a stream of KV events.
 #[derive(Debug)]
 pub enum KvEventUpdate<'a> {
-    /// A new connection: earlier batches are void, and there is no stream before the first batch.
+    /// A new connection, or a new stream on it: earlier batches are void, and there is no stream before the first batch.
     Requested,
     /// The next batch. The first has no events.
     Batch(EventBatch<'a>),
-    /// There is no stream on this connection, or no longer: the reason.
+    /// There is no stream on this connection, or no longer: the reason. It may be back on the same connection.
     Ended(String),
 }
 
 /// Consumer of a stream's news.
 pub type KvEventCallback = Box<dyn FnMut(KvEventUpdate<'_>) + Send>;
 
-/// State of the stream.
+#[derive(PartialEq)]
+enum State {
+    /// Not answered yet.
+    Requested,
+    Open,
+    /// The callback knows that there is none.
+    Ended,
+}
+
+/// A stream and its consumer.
 pub(super) struct KvEventStream {
     request: Outgoing,
     callback: KvEventCallback,
-    /// Number of the request; none without a stream.
+    /// Number of the request; none before the first one, and of a stream that is not requested again.
     uid: Option<u64>,
-    is_answered: bool,
+    state: State,
 }
 
 impl KvEventStream {
@@ -56,7 +66,7 @@ impl KvEventStream {
             request: Outgoing::encode(&request)?,
             callback,
             uid: None,
-            is_answered: false,
+            state: State::Requested,
         })
     }
 
@@ -65,43 +75,54 @@ impl KvEventStream {
         self.uid == Some(uid)
     }
 
-    /// Returns the request on a new connection.
-    pub fn request(&mut self, uid: u64) -> Frames {
-        (self.uid, self.is_answered) = (Some(uid), false);
-        self.notify(KvEventUpdate::Requested);
+    /// Returns the request. The callback hears of one on a new connection only.
+    pub fn request(&mut self, uid: u64, is_new_connection: bool) -> Frames {
+        self.uid = Some(uid);
+        if is_new_connection {
+            self.state = State::Requested;
+            self.notify(KvEventUpdate::Requested);
+        }
         self.request.clone().into_message(uid)
     }
 
     /// Hands a message on; returns its acknowledgement if the stream goes on.
     pub fn receive(&mut self, incoming: Incoming) -> Option<Frames> {
-        self.is_answered = true;
         let uid = incoming.uid;
         let reply = incoming.into_reply(self.request.operation, self.request.kind);
         let why = match reply.as_ref().map(ClientReply::response) {
             Ok(Ok(Response::EventBatch(batch))) if batch.enabled => {
+                if std::mem::replace(&mut self.state, State::Open) == State::Ended {
+                    self.notify(KvEventUpdate::Requested);
+                }
                 self.notify(KvEventUpdate::Batch(batch));
                 return Some(Outgoing::acknowledgement(uid));
             }
             Ok(Ok(Response::EventBatch(_))) => {
                 "the server keeps no KV events (--kv-event-log-size 0)".to_owned()
             }
-            Ok(Ok(_)) => "the server has ended the stream of KV events".to_owned(),
+            Ok(Ok(_)) => {
+                self.end("the server has ended the stream of KV events".to_owned());
+                return None;
+            }
             Ok(Err(error)) => error.to_string(),
             Err(error) => error.to_string(),
         };
+        // Refused, as another request would be.
+        self.uid = None;
         self.end(why);
         None
     }
 
-    /// Ends a stream whose request was not answered by its deadline.
-    pub fn expire(&mut self) {
-        if !self.is_answered {
+    /// Ends a stream whose request was not answered by its deadline. Returns whether there is none, so that it is requested again.
+    pub fn expire(&mut self) -> bool {
+        if self.state == State::Requested {
             self.end("the server does not answer a subscription to KV events".to_owned());
         }
+        self.state == State::Ended
     }
 
     fn end(&mut self, why: String) {
-        self.uid = None;
+        self.state = State::Ended;
         self.notify(KvEventUpdate::Ended(why));
     }
 

@@ -82,6 +82,38 @@ fn batches_are_acknowledged_and_requested_again_on_a_new_connection() {
 }
 
 #[test]
+fn stream_is_requested_again_unless_there_is_no_log() {
+    let ended = "the server has ended the stream of KV events";
+    let unanswered = "the server does not answer a subscription to KV events";
+    let off = "the server keeps no KV events (--kv-event-log-size 0)";
+    let again = |answers: Vec<_>, timeout, count| {
+        let more = std::iter::repeat_n(batch(7, true), 100);
+        let server = server_at(ANYWHERE, answers.into_iter().chain(more).collect());
+        let brief = Settings {
+            timeout,
+            ..settings()
+        };
+        let client = connect(&server, brief);
+        let updates = updates(&client);
+        let waited = Duration::from_secs(3);
+        std::iter::from_fn(|| updates.recv_timeout(waited).ok())
+            .take(count)
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(
+        again(vec![None], Duration::from_millis(50), 4),
+        ["requested", unanswered, "requested", "7"]
+    );
+    let ends = vec![batch(0, true), Some(Response::Nothing)];
+    assert_eq!(
+        again(ends, settings().timeout, 5),
+        ["requested", "0", ended, "requested", "7"]
+    );
+    let refuses = vec![batch(0, false)];
+    assert_eq!(again(refuses, settings().timeout, 3), ["requested", off]);
+}
+
+#[test]
 fn stream_that_is_refused_or_ended_has_a_reason() {
     let brief = Settings {
         timeout: Duration::from_millis(50),
