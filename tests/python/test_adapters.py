@@ -602,6 +602,8 @@ def test_prompts():
     prompt = Prompt(tokens(40, "p"))
     assert pickle.loads(pickle.dumps(prompt)) == prompt and len(prompt) == 40
     assert prompt.prefix(10) == Prompt(tokens(40, "p")[:10])
+    hashes = prompt.chunk_hashes(8)
+    assert hashes[:2] + prompt.chunk_hashes(8, hashes[:2]) == hashes and prompt.prefix(8).chunk_hashes(8, hashes) == []
     pictured = prompt.with_identity(8, 16, b"picture")
     assert pictured != prompt and len(pictured) == 40
     assert pictured == prompt.with_identity(8, 16, b"picture")

@@ -277,6 +277,8 @@ def test_lookup_tells_of_evictions_that_events_do_not(place, flags, obstacle):
             engine.finish_stores()
             wait_until(lambda: engine.step() or obstacle in (scheduling.server_events.obstacle or ""), 60, "the obstacle")
         assert len(router.check(scheduling.announcements, {0})) == CHUNKS * CHUNK // 4
+        # Nothing is hashed for events that do not come.
+        assert {chunk.key for chunk in scheduling.announcements._chunks.values()} == {None}
         objects = lambda: server.get("/status")[1]["storage_manager"]["l1_manager"]["total_object_count"]  # noqa: E731
         wait_until(lambda: server.post("/cache/clear") and objects() == 0, 60, "an empty server")
         assert len(router.check(scheduling.announcements, {0})) == CHUNKS * CHUNK // 4
@@ -304,7 +306,7 @@ def test_hit_is_announced(place):
     """What another engine has stored, and what a server that was away still has; once."""
     server = place.server()
     for name in ("first", "second"):
-        with closing(Simulation(server, "hits", [full(4)], blocks=600, caching=True, step_tokens=64, events=True)) as engine:
+        with closing(Simulation(server, "hits", [full(4)], blocks=600, caching=True, step_tokens=CHUNK, events=True)) as engine:
             for turn in range(2):
                 engine.add(f"{name}-{turn}", prompt("hit"))
                 engine.run()
@@ -312,6 +314,7 @@ def test_hit_is_announced(place):
             ours = [event for event in events_of(engine.published.batches) if event.get("medium") == "CPU"]
             assert len(ours) == CHUNKS and len(blocks_of(ours, "CPU")) == CHUNKS * CHUNK // 4
             assert [event["token_ids"] for event in ours] == [prompt("hit")[at : at + CHUNK] for at in range(0, CHUNKS * CHUNK, CHUNK)]
+            assert {chunk.key for chunk in engine.ours._scheduling.announcements._chunks.values()} == set(Prompt(prompt("hit")).chunk_hashes(CHUNK))
             assert (engine.external > 0) == (name == "second")
 
 

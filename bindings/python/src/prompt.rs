@@ -116,16 +116,21 @@ impl Prompt {
         Ok(Self::from_tokens(tokens))
     }
 
+    #[pyo3(signature = (chunk_tokens, known = Vec::new()))]
     fn chunk_hashes<'py>(
         &self,
         py: Python<'py>,
         chunk_tokens: NonZeroUsize,
+        mut known: Vec<Bound<'py, PyBytes>>,
     ) -> Vec<Bound<'py, PyBytes>> {
-        let mut hash = first_previous();
         let chunks = self.tokens.chunks_exact(chunk_tokens.get());
-        let hashes = chunks.map(|tokens| {
-            hash = hash_chunk(&hash, tokens);
-            PyBytes::new(py, &hash)
+        let behind = chunks.skip(known.len());
+        let mut last = known
+            .pop()
+            .unwrap_or_else(|| PyBytes::new(py, &first_previous()));
+        let hashes = behind.map(|tokens| {
+            last = PyBytes::new(py, &hash_chunk(last.as_bytes(), tokens));
+            last.clone()
         });
         hashes.collect()
     }

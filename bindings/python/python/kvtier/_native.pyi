@@ -90,8 +90,9 @@ class Prompt:
     def prefix(self, length: int) -> Prompt:
         """Returns the first ``length`` tokens."""
 
-    def chunk_hashes(self, chunk_tokens: int) -> list[bytes]:
-        """Returns the hashes by which a server with ``--hash-algorithm blake3``, the default, knows the whole chunks."""
+    def chunk_hashes(self, chunk_tokens: int, known: list[bytes] = ...) -> list[bytes]:
+        """Returns the hashes by which a server with ``--hash-algorithm blake3``, the default, knows the whole chunks, without those of the
+        first chunks, which are ``known``."""
 
     def __len__(self) -> int: ...
     def __eq__(self, value: object, /) -> bool: ...

@@ -197,8 +197,8 @@ class Announcements:
         blocks: Sequence[Sequence[int]] | None = None,
     ) -> dict[int, ChunkEvents]:
         """Returns the events of chunks of ``[start, end)`` that are not announced, by their number in it. ``keys`` are the server's hashes
-        of all chunks up to ``end``; none of a request with a salt. ``blocks`` are those of each group that are stored; None stands for a
-        hit, which only says what groups without windows and states have."""
+        of all chunks up to ``end`` at least; none if its events have none of them. ``blocks`` are those of each group that are stored; None
+        stands for a hit, which only says what groups without windows and states have."""
         made: dict[int, ChunkEvents] = {}
         if self.connection is None:
             return made

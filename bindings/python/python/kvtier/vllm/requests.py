@@ -61,6 +61,9 @@ class Tracked:
     stored_tokens: int = 0
     """Tokens that are cached, or whose store is in flight."""
 
+    server_hashes: list[bytes] = field(default_factory=list)
+    """The server's hashes of the prompt's first chunks, as far as KV events needed them."""
+
     put_off_tokens: int = 0
     """Tokens up to which stores were counted as put off."""
 

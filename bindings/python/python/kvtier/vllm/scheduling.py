@@ -141,7 +141,7 @@ class Scheduling:
         if not self.adapter.has_lookup(request.request_id):
             # A new or preempted request: its earlier stores may have failed, or their objects may be evicted, or older than a reset.
             self.keys.begin(request.request_id)
-            tracked.stored_tokens, tracked.is_stale = 0, False
+            tracked.stored_tokens, tracked.server_hashes, tracked.is_stale = 0, [], False
         # The last token is always computed, to sample the next. With blocks of one token its block must not be loaded, and a
         # window loaded for the end of the prompt may lack the first token of the one before; a compressed latent, the tokens in it.
         loadable = request.num_tokens - 1 if 1 in self.block_tokens or self.ends_exactly else request.num_tokens
@@ -456,8 +456,12 @@ class Scheduling:
             self.announcements.missed(request, found, end, self.chunk)
 
     def _server_hashes(self, tracked: Tracked, prompt: Prompt) -> list[bytes]:
-        """Returns the hashes of a prompt's chunks in the server's events, which leave out chunks with a salt."""
-        return [] if tracked.salt else prompt.chunk_hashes(self.chunk)
+        """Returns the hashes of a prompt's chunks, and maybe later ones, in the server's events; none if there are no events of them, as
+        of chunks with a salt."""
+        if tracked.salt or self.server_events.obstacle is not None:
+            return []
+        tracked.server_hashes += prompt.chunk_hashes(self.chunk, tracked.server_hashes)
+        return tracked.server_hashes
 
     def _current_blocks(self, request_id: str) -> Any:
         """Returns a request's blocks by vLLM's tables of this step."""
