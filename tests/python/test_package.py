@@ -219,6 +219,24 @@ def test_segments_allocate_memory_at_once():
     assert not os.path.exists(path)
 
 
+# proves: docs/troubleshoot.md#an-engine-dies
+def test_segment_removed_at_its_creation_is_created_again(monkeypatch):
+    """Another process takes it for an orphan's before the system counts it as open."""
+    create, removed = os.open, []
+
+    def open_late(path, flags, *mode):
+        file = create(path, flags, *mode)
+        if flags & os.O_CREAT and not removed:
+            removed.append(path)
+            os.unlink(path)
+        return file
+
+    monkeypatch.setattr(os, "open", open_late)
+    segment = tensors.Segment(1 << 20)
+    assert removed and os.path.exists(f"/dev/shm{segment.name}")
+    segment.unlink()
+
+
 STAGES = """
 import mmap, os, sys
 from kvtier import tensors

@@ -15,7 +15,9 @@ use rustix::shm::{self, OFlags};
 use crate::access::AccessError;
 use crate::fault::TableFull;
 use crate::mapping::{MapError, Mapping};
-use crate::shm_file::{FileId, NAME_MAX, NO_FOLLOW, NO_WAIT, SHM, SHM_PREFIX, Space, is_alone};
+use crate::shm_file::{
+    FileId, NAME_MAX, NO_FOLLOW, NO_WAIT, SHM, SHM_PREFIX, Space, is_alone, take_lease,
+};
 use kvtier_common::extent::Extent;
 
 /// What every segment's name begins with: `/lmcache_kv_<pid>_<n>` (LMCache 0.5.6 clients, for
@@ -300,15 +302,7 @@ impl OwnSegment {
     /// See [`SegmentError`].
     pub fn create(bytes: u64) -> Result<Self, SegmentError> {
         let len = mappable(bytes, u64::MAX)?;
-        let number = RandomState::new().build_hasher().finish() % 10_u64.pow(18);
-        let name = format!("{SEGMENT_PREFIX}{}_{number}", std::process::id());
-        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR;
-        let file =
-            shm::open(&name, flags, Mode::RUSR | Mode::WUSR).map_err(|e| SegmentError::System {
-                action: "create",
-                name: name.clone(),
-                source: e.into(),
-            })?;
+        let (name, file) = create_file()?;
         let made = rustix::fs::ftruncate(&file, bytes)
             .and_then(|()| rustix::fs::fstat(&file))
             .map_err(MapError::System)
@@ -368,14 +362,33 @@ pub fn remove_orphans() -> Vec<String> {
 
 fn remove_orphan(name: &str) -> rustix::io::Result<bool> {
     let file = shm::open(name, OFlags::RDWR | NO_FOLLOW | NO_WAIT, Mode::empty())?;
-    let stat = rustix::fs::fstat(&file)?;
-    let is_own = stat.st_uid == rustix::process::geteuid().as_raw();
-    // Another process may have removed it, and a client made another one of that name.
-    let is_removed = is_own && is_alone(&file) && FileId::named(name) == Some(FileId::of(&stat));
+    let is_own = rustix::fs::fstat(&file)?.st_uid == rustix::process::geteuid().as_raw();
+    // The lease lasts until the file is closed: a process that has just made the file waits for that, and finds that it has no name.
+    // Another process may have removed it before, and a client made another one of that name.
+    let is_removed = is_own && take_lease(&file) && rustix::fs::fstat(&file)?.st_nlink > 0;
     if is_removed {
         shm::unlink(name)?;
     }
     Ok(is_removed)
+}
+
+/// Creates a file under a name that no segment has.
+fn create_file() -> Result<(String, OwnedFd), SegmentError> {
+    loop {
+        let number = RandomState::new().build_hasher().finish() % 10_u64.pow(18);
+        let name = format!("{SEGMENT_PREFIX}{}_{number}", std::process::id());
+        let system = |e: rustix::io::Errno| SegmentError::System {
+            action: "create",
+            name: name.clone(),
+            source: e.into(),
+        };
+        let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR;
+        let file = shm::open(&name, flags, Mode::RUSR | Mode::WUSR).map_err(system)?;
+        // The name is visible before the system counts the file as open: it may have been removed as an orphan's.
+        if rustix::fs::fstat(&file).map_err(system)?.st_nlink > 0 {
+            return Ok((name, file));
+        }
+    }
 }
 
 fn check_name(name: &str) -> Result<(), SegmentError> {

@@ -90,13 +90,19 @@ fn open(path: &CStr, flags: FileFlags, mode: Mode) -> rustix::io::Result<OwnedFd
 
 /// Whether it is known that no other process has a file open or mapped.
 pub(crate) fn is_alone(file: &impl AsRawFd) -> bool {
+    // SAFETY: the call takes numbers only, and the descriptor is open.
+    let end_lease = || unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_UNLCK) };
+    take_lease(file) && end_lease() == 0
+}
+
+/// Takes a lease, which ends with the file, if it is known that no other process has the file open or mapped.
+pub(crate) fn take_lease(file: &impl AsRawFd) -> bool {
     let fd = file.as_raw_fd();
     // The lease is broken by a signal if another process opens the file in the meantime: one that is ignored by default.
     // SAFETY: the calls take numbers only, and the descriptor is open.
     unsafe {
         libc::fcntl(fd, F_SETSIG, libc::SIGURG) == 0
             && libc::fcntl(fd, libc::F_SETLEASE, libc::F_WRLCK) == 0
-            && libc::fcntl(fd, libc::F_SETLEASE, libc::F_UNLCK) == 0
     }
 }
 

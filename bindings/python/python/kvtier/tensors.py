@@ -29,8 +29,7 @@ class Segment:
 
     def __init__(self, size: int) -> None:
         remove_orphans()
-        self.name = f"/lmcache_kv_{os.getpid()}_{random.SystemRandom().randrange(10**18)}"
-        file = os.open(f"/dev/shm{self.name}", os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+        self.name, file = _create()
         self.size = size
         self._finalizer = weakref.finalize(self, _unlink, self.name, os.getpid())
         try:
@@ -46,6 +45,17 @@ class Segment:
     def unlink(self) -> None:
         """Removes the name; the memory lives as long as its users."""
         self._finalizer()
+
+
+def _create() -> tuple[str, int]:
+    """Creates a segment's file; returns its name and descriptor."""
+    while True:
+        name = f"/lmcache_kv_{os.getpid()}_{random.SystemRandom().randrange(10**18)}"
+        file = os.open(f"/dev/shm{name}", os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+        # The name is visible before the system counts the file as open: it may have been removed as an orphan's.
+        if os.fstat(file).st_nlink:
+            return name, file
+        os.close(file)
 
 
 def _unlink(name: str, owner: int) -> None:
