@@ -153,7 +153,8 @@ impl ForeignSegment {
     /// See [`SegmentError`].
     pub fn open(name: &str, bytes: u64) -> Result<Self, SegmentError> {
         check_name(name)?;
-        Self::map(name, bytes)
+        // A lease of another user would last 45 s.
+        Self::map(name, NO_WAIT, bytes)
     }
 
     /// Maps a server's pool, for clients: `name` as the server reports it, with or without a slash.
@@ -174,16 +175,17 @@ impl ForeignSegment {
         if plain.len() > NAME_MAX || plain.contains(['/', '\0']) {
             return refuse("must be one part of a path of at most 255 bytes");
         }
-        Self::map(&format!("/{plain}"), bytes)
+        // Its server may have a lease on it for a moment.
+        Self::map(&format!("/{plain}"), OFlags::empty(), bytes)
     }
 
-    fn map(name: &str, bytes: u64) -> Result<Self, SegmentError> {
+    fn map(name: &str, flags: OFlags, bytes: u64) -> Result<Self, SegmentError> {
         let system = |action, e: rustix::io::Errno| SegmentError::System {
             action,
             name: name.to_owned(),
             source: e.into(),
         };
-        let file = shm::open(name, OFlags::RDWR | NO_FOLLOW, Mode::empty())
+        let file = shm::open(name, OFlags::RDWR | NO_FOLLOW | flags, Mode::empty())
             .map_err(|e| system("open", e))?;
         let stat = rustix::fs::fstat(&file).map_err(|e| system("examine", e))?;
         if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {

@@ -40,7 +40,7 @@ pub(crate) const NAME_MAX: usize = 255;
 /// A link in the place of a segment is not followed: `/dev/shm` is writable by every user.
 pub(crate) const NO_FOLLOW: OFlags = OFlags::from_bits_retain(rustix::fs::OFlags::NOFOLLOW.bits());
 
-/// Opening a pipe there does not wait for its other end.
+/// Opening a pipe there does not wait for its other end, nor that of a file for the end of a lease.
 pub(crate) const NO_WAIT: OFlags = OFlags::from_bits_retain(rustix::fs::OFlags::NONBLOCK.bits());
 
 /// Chooses the signal by which a lease is broken, as fcntl(2) has it on Linux.

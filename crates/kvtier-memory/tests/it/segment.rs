@@ -2,8 +2,10 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::os::fd::AsRawFd;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use kvtier_memory::segment::remove_orphans;
 use kvtier_memory::{
@@ -55,6 +57,14 @@ fn only_segments_of_the_stated_size_are_opened() {
             ForeignSegment::open(own.name(), bytes),
             Err(SegmentError::Size { .. })
         ));
+    }
+}
+
+/// Waits for what is true soon: other tests have each segment open for a moment.
+fn until(is_so: impl Fn() -> bool) {
+    let end = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < end, "not within a minute");
     }
 }
 
@@ -152,6 +162,21 @@ fn links_and_other_files_are_refused() {
     let opened = ForeignSegment::open(&link, 4096);
     fs::remove_dir(&path).unwrap();
     assert!(opened.is_err());
+}
+
+#[test]
+fn no_lease_of_a_client_is_waited_for() {
+    /// As fcntl(2) has it.
+    const F_SETSIG: libc::c_int = 10;
+    let leased = Named::create(5, 4096);
+    let fd = leased.held.as_ref().unwrap().as_raw_fd();
+    // SAFETY: the calls take numbers only, and the descriptor is open.
+    until(|| unsafe {
+        libc::fcntl(fd, F_SETSIG, libc::SIGURG) == 0
+            && libc::fcntl(fd, libc::F_SETLEASE, libc::F_WRLCK) == 0
+    });
+    let error = ForeignSegment::open(&leased.name, 4096).unwrap_err();
+    assert!(matches!(error, SegmentError::System { .. }), "{error}");
 }
 
 fn path_of(name: &str) -> String {
