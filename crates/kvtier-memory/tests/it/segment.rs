@@ -197,10 +197,10 @@ fn segments_that_no_process_has_are_removed() {
     // As the end of its process does.
     opened.held = None;
     drop(mapping);
-    // Other tests have each open for a moment.
-    while opened.is_there() || mapped.is_there() {
+    until(|| {
         let _ = remove_orphans();
-    }
+        !opened.is_there() && !mapped.is_there()
+    });
 }
 
 // proves: docs/troubleshoot.md#an-engine-dies
@@ -292,14 +292,15 @@ fn a_segment_is_an_orphan_when_its_process_has_ended() {
     assert!(!segment.is_orphan());
     child.kill().unwrap();
     // Not waited for yet: a process that ended has no memory.
-    while !segment.is_orphan() {}
+    until(|| segment.is_orphan());
     // It is ours now, and stays.
     let _ = remove_orphans();
     assert!(segment.is_current());
     drop(segment);
-    while fs::exists(path_of(&name)).unwrap() {
+    until(|| {
         let _ = remove_orphans();
-    }
+        !fs::exists(path_of(&name)).unwrap()
+    });
     child.wait().unwrap();
 }
 
