@@ -40,11 +40,15 @@ impl Device for CpuDevice {
                 )
                 .into());
             };
-            let segment =
+            let mut segment =
                 ForeignSegment::open(name, *nbytes).map_err(|source| DeviceError::Open {
                     name: name.clone(),
                     source,
                 })?;
+            // [`CpuMemory::has_ended`] asks the first.
+            if index > 0 {
+                segment.close_file();
+            }
             segments.push(segment);
         }
         layout.check_memories(|memory| segments[memory].len())?;

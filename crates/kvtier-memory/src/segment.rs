@@ -137,8 +137,8 @@ fn max_segment_bytes(file: &OwnedFd) -> rustix::io::Result<u64> {
 #[derive(Debug)]
 pub struct ForeignSegment {
     name: String,
-    /// Open as long as it is mapped: the kernel counts both as one, so that it can tell whether others have the file.
-    file: OwnedFd,
+    /// The one that is mapped: the kernel counts both as one, so that it can tell whether others have the file.
+    file: Option<OwnedFd>,
     id: FileId,
     /// Bytes of the whole file.
     file_bytes: u64,
@@ -209,7 +209,7 @@ impl ForeignSegment {
         Ok(Self {
             _mapped: mapped,
             name: name.to_owned(),
-            file,
+            file: Some(file),
             id: FileId::of(&stat),
             file_bytes: actual,
             mapping,
@@ -230,11 +230,16 @@ impl ForeignSegment {
         [device, inode, self.file_bytes]
     }
 
-    /// Whether it is known that no other process has it open or mapped: its engine has ended. Of another user's segment that is
-    /// not known.
+    /// Whether it is known that no other process has it open or mapped: its engine has ended. Of another user's segment, and
+    /// after [`Self::close_file`], that is not known.
     #[must_use]
     pub fn is_orphan(&self) -> bool {
-        is_alone(&self.file)
+        self.file.as_ref().is_some_and(is_alone)
+    }
+
+    /// Frees the descriptor, which only [`Self::is_orphan`] uses.
+    pub fn close_file(&mut self) {
+        self.file = None;
     }
 
     /// Returns the segment's name, with the slash.
@@ -313,7 +318,7 @@ impl OwnSegment {
             Ok((stat, mapping)) => Ok(Self {
                 segment: ForeignSegment {
                     name,
-                    file,
+                    file: None,
                     id: FileId::of(&stat),
                     file_bytes: bytes,
                     mapping,

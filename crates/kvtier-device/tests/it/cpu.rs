@@ -299,6 +299,26 @@ fn invalid_memories_and_copies_are_refused() {
 }
 
 #[test]
+fn engine_of_many_segments_costs_one_descriptor() {
+    let mut case = (0..)
+        .map(|seed| random_case(seed, "cpu"))
+        .find(|case| case.memories.len() > 1)
+        .unwrap();
+    let segments = share(&mut case);
+    let (_, memory) = open(&case);
+    let open_files: Vec<_> = std::fs::read_dir("/proc/self/fd")
+        .unwrap()
+        .filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok())
+        .collect();
+    let is_open = |segment: &&OwnSegment| {
+        let path = format!("/dev/shm{}", segment.name());
+        open_files.iter().any(|file| file.as_os_str() == &*path)
+    };
+    assert_eq!(segments.iter().filter(is_open).count(), 1);
+    assert!(memory.is_current() && !memory.has_ended());
+}
+
+#[test]
 fn transfer_past_its_deadline_moves_nothing() {
     let mut case = random_case(7, "cpu");
     let segments = share(&mut case);
