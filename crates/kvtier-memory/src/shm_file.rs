@@ -6,6 +6,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -97,13 +98,20 @@ pub(crate) fn is_alone(file: &impl AsRawFd) -> bool {
 
 /// Takes a lease, which ends with the file, if it is known that no other process has the file open or mapped.
 pub(crate) fn take_lease(file: &impl AsRawFd) -> bool {
+    static REFUSED: Once = Once::new();
     let fd = file.as_raw_fd();
     // The lease is broken by a signal if another process opens the file in the meantime: one that is ignored by default.
     // SAFETY: the calls take numbers only, and the descriptor is open.
-    unsafe {
+    let is_taken = unsafe {
         libc::fcntl(fd, F_SETSIG, libc::SIGURG) == 0
             && libc::fcntl(fd, libc::F_SETLEASE, libc::F_WRLCK) == 0
+    };
+    let error = std::io::Error::last_os_error();
+    // Otherwise another process has the file.
+    if !is_taken && error.kind() != std::io::ErrorKind::WouldBlock {
+        REFUSED.call_once(|| tracing::warn!(%error, "the system grants no lease on a file in memory, so that ended processes may not be noticed"));
     }
+    is_taken
 }
 
 /// Removes what is at this path unless it is a file of this user. Returns whether nothing is there now.
