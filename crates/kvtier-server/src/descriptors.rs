@@ -2,7 +2,8 @@
 //!
 //! | for | of the limit |
 //! | --- | --- |
-//! | files of tiers, HTTP, and what the process itself needs | a quarter, from 512 to 4096, at most half |
+//! | files of tiers, HTTP, peers, and what the process itself needs | a quarter, from 512 to 4096, at most half |
+//! | connections to the port for peers | half of these, at most [`MAX_PEER_CONNECTIONS`] |
 //! | connections to the request port | the rest, at most [`MAX_CONNECTIONS`] |
 
 use kvtier_common::error::{Error, ErrorKind, Result};
@@ -14,6 +15,9 @@ const MIN_LIMIT: u64 = 64;
 /// Connections to the request port, whatever the limit. An engine has one for its scheduler and one for each worker.
 const MAX_CONNECTIONS: u64 = 65_536;
 
+/// Connections to the port for peers, whatever the limit.
+const MAX_PEER_CONNECTIONS: u64 = 1024;
+
 /// How many descriptors there are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Descriptors {
@@ -21,6 +25,8 @@ pub struct Descriptors {
     pub limit: u64,
     /// Descriptors that the request port may have for its connections.
     pub connections: u64,
+    /// Descriptors that the port for peers may have for its connections.
+    pub peer_connections: u64,
 }
 
 impl Descriptors {
@@ -55,6 +61,7 @@ impl Descriptors {
         Ok(Self {
             limit,
             connections: (limit - others).min(MAX_CONNECTIONS),
+            peer_connections: (others / 2).min(MAX_PEER_CONNECTIONS),
         })
     }
 }
@@ -64,18 +71,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn request_port_leaves_a_share_to_others() {
-        for (limit, connections) in [
-            (64, 32),
-            (1024, 512),
-            (4096, 3072),
-            (20_000, 15_904),
-            (1 << 20, MAX_CONNECTIONS),
-            (u64::MAX, MAX_CONNECTIONS),
+    fn ports_leave_a_share_to_others() {
+        for (limit, connections, peer_connections) in [
+            (64, 32, 16),
+            (1024, 512, 256),
+            (4096, 3072, 512),
+            (20_000, 15_904, 1024),
+            (1 << 20, MAX_CONNECTIONS, 1024),
+            (u64::MAX, MAX_CONNECTIONS, 1024),
         ] {
             assert_eq!(
                 Descriptors::share(limit),
-                Ok(Descriptors { limit, connections })
+                Ok(Descriptors {
+                    limit,
+                    connections,
+                    peer_connections
+                })
             );
         }
         let error = Descriptors::share(63).unwrap_err().to_string();

@@ -55,8 +55,8 @@ impl PeerListener {
         Ok(Some(Self { listener, options }))
     }
 
-    /// Serves L1 until the port is dropped.
-    pub(crate) fn serve(self, engine: &Arc<Engine>) -> Result<PeerPort> {
+    /// Serves L1 until the port is dropped, with at most `connections` at once.
+    pub(crate) fn serve(mut self, engine: &Arc<Engine>, connections: u64) -> Result<PeerPort> {
         let failed = |error| Error::io("no port for peers", error);
         let address = self.listener.local_addr().map_err(failed)?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -66,6 +66,7 @@ impl PeerListener {
             .build()
             .map_err(failed)?;
         let objects = Arc::new(Resident(Arc::clone(engine)));
+        self.options.max_connections = usize::try_from(connections).unwrap_or(usize::MAX);
         let port = ReadPort::new(self.options, objects).map_err(refused_tls)?;
         let listener = {
             let _within = runtime.enter();

@@ -152,7 +152,9 @@ impl Server {
             background: Vec::new(),
         };
         server.start_background(config.l1_prefault)?;
-        server.peers = peers.map(|port| port.serve(&server.engine)).transpose()?;
+        server.peers = peers
+            .map(|port| port.serve(&server.engine, descriptors.peer_connections))
+            .transpose()?;
         if let Some(peers) = &server.peers {
             // Set once.
             let _ = server.reloader.peers.set(Arc::clone(&peers.port));

@@ -84,7 +84,7 @@ impl Default for PortOptions {
             tls: None,
             bandwidth: None,
             max_leased: u64::MAX,
-            max_connections: 1024,
+            max_connections: Semaphore::MAX_PERMITS,
         }
     }
 }
