@@ -2,6 +2,8 @@
 directory (`crates/kvtier-l2-process/src/tests/python.rs`)."""
 
 import array
+import errno
+import fcntl
 import json
 import mmap
 import os
@@ -14,7 +16,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from kvtier.tier import Capabilities, Found, Key, Tier, TierError, serve
+from kvtier.tier import Capabilities, Found, Key, StoreObject, Tier, TierError, serve
 from kvtier.tier.directory import Directory
 
 HEADER = struct.Struct("<4sIQ")
@@ -227,6 +229,29 @@ def test_damaged_file_costs_its_object_only(served, tmp_path, header):
     # A store replaces it.
     assert client.ask(op="store", objects=items)["results"] == [{"new": True}, {"new": False}]
     assert client.ask(op="lookup", keys=["a"])["results"] == [found]
+
+
+def test_directory_stores_while_another_process_starts_and_without_locks(tmp_path, monkeypatch):
+    """A temporary file is removed before it is locked: it is written again."""
+    tier, lock, failures = Directory(tmp_path), fcntl.flock, [lambda: Directory(tmp_path)]
+    found = Found(3, "m")
+
+    def store(key):
+        return tier.store([StoreObject(key, memoryview(b"abc"), "m")]) + tier.lookup([key])
+
+    def locked(file, how):
+        if failures:
+            failures.pop()()
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", locked)
+    assert store("a") == [True, found] and not failures
+
+    def unknown(file, how):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    assert store("b") == [True, found]
 
 
 STUCK = """

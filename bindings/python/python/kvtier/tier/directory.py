@@ -9,6 +9,7 @@ reader sees a part of it. For production use kvtier's own ``fs``, which is faste
 from __future__ import annotations
 
 import argparse
+import errno
 import fcntl
 import hashlib
 import json
@@ -92,20 +93,32 @@ class Directory(Tier):
         header = json.dumps({"key": one.key, "meta": one.meta, "len": len(one.data)}).encode()
         if len(header) > MAX_HEADER:
             raise TierError("refused", "the key is too long")
+        parts = (HEAD.pack(MAGIC, len(header)) + header, one.data)
+        try:
+            self._put(self._file(_name(one.key)), parts)
+        except FileNotFoundError:
+            # A process that started has removed the temporary file before it was locked.
+            self._put(self._file(_name(one.key)), parts)
+        return True
+
+    def _put(self, target: Path, parts: Sequence[bytes | memoryview]) -> None:
         temporary = self._path / f"{TEMPORARY}{secrets.token_hex(8)}"
-        target = self._file(_name(one.key))
         try:
             with open(temporary, "xb", buffering=0) as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                _write(file, HEAD.pack(MAGIC, len(header)) + header)
-                _write(file, one.data)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                except OSError as error:
+                    # Without locks no process removes what another has left.
+                    if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                        raise
+                for part in parts:
+                    _write(file, part)
                 target.parent.mkdir(exist_ok=True)
                 os.replace(temporary, target)
         except BaseException:
             with suppress(OSError):
                 temporary.unlink()
             raise
-        return True
 
     def _lookup_one(self, key: str) -> Found | None:
         try:
