@@ -222,6 +222,8 @@ def test_manifests_find_each_other():
     assert {port["port"] for rule in rules for port in rule["ports"]} == names
     claim, volume = found["PersistentVolumeClaim"], found["PersistentVolume"]
     assert claim["spec"]["volumeName"] == volume["metadata"]["name"]
+    namespace = yaml.safe_load((DEPLOY / "kubernetes" / "base" / "kustomization.yaml").read_text())["namespace"]
+    assert volume["spec"]["claimRef"] == {"namespace": namespace, "name": claim["metadata"]["name"]}
     assert claim["spec"]["resources"]["requests"] == volume["spec"]["capacity"]
     [term] = volume["spec"]["nodeAffinity"]["required"]["nodeSelectorTerms"]
     assert term["matchExpressions"] == [
@@ -360,8 +362,16 @@ def test_manifest_has_three_hosts_behind_a_router(monkeypatch):
         assert template["spec"]["securityContext"].items() >= {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}.items()
         assert not any("hostPath" in volume for volume in template["spec"].get("volumes", []))
         for container in template["spec"]["containers"]:
-            assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    assert hosts["serviceName"] == "hosts" and services["hosts"]["spec"]["clusterIP"] == "None"
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+            }  # fmt: skip
+            # What each writes.
+            mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+            home = [each["value"] for each in container.get("env", []) if each["name"] == "HOME"]
+            own = {"kvtier": ["/var/lib/kvtier"], "vllm": ["/tmp"], "valkey": ["/data"]}.get(container["name"], [])
+            assert mounts >= {*home, *own}
+    assert hosts["serviceName"] == "hosts"
+    assert services["hosts"]["spec"].items() >= {"clusterIP": "None", "publishNotReadyAddresses": True}.items()
     server, engine = hosts["template"]["spec"]["containers"]
     check_host(monkeypatch, server["args"], engine["args"], [each["name"] for each in server["env"]], ("hosts", "valkey"))
     assert {"name": "shm", "mountPath": "/dev/shm"} in server["volumeMounts"] and {"name": "shm", "mountPath": "/dev/shm"} in engine["volumeMounts"]
