@@ -256,13 +256,13 @@ def test_credentials_come_from_the_environment(locked, serve, engines):
     tiers.store(engines(serve(flags=resp(redis), env=names)), 1)
     wait_keys(redis, 4)
     # A value of the configuration comes first.
-    server = serve(flags=resp(redis, username="kv", password="another"), env=names)
+    server = serve(flags=resp(redis, username="kv", password="an0ther"), env=names)
     server.expect_trouble(r"resp|tier|127\.0\.0\.1")
     assert tiers.recall(engines(server), 1) == 0
     wait_until(lambda: not tiers.tier(server)["is_healthy"], 60, "the tier to be unhealthy")
     assert "WRONGPASS" in tiers.tier(server)["error"]
-    assert "another" not in str(server.get("/status")[1])
-    assert "another" not in server.log.read_text()
+    assert "an0ther" not in str(server.get("/status")[1])
+    assert "an0ther" not in server.log.read_text()
 
 
 # proves: docs/troubleshoot.md#second-tiers
