@@ -152,7 +152,7 @@ fn check_bound(options: &PortOptions, ip: IpAddr) -> Result<()> {
 /// Reads the certificate of a port again; returns its name, if there is one.
 ///
 /// # Errors
-/// Its files cannot be used; the previous version stays.
+/// A certificate or key that cannot be used; the previous version stays.
 pub(crate) fn reload(port: &ReadPort) -> Result<Option<&'static str>> {
     let what = "the certificate and key for peers";
     let is_there = port.reload().map_err(|error| {

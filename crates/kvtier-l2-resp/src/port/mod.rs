@@ -126,7 +126,7 @@ impl ReadPort {
     /// Reads the files of TLS again, for later connections; returns whether there are any.
     ///
     /// # Errors
-    /// They cannot be used; the previous settings stay.
+    /// Files that cannot be used; the previous settings stay.
     pub fn reload(&self) -> Result<bool, TlsError> {
         let (Some(files), Some(settings)) = (&self.options.tls, &self.tls) else {
             return Ok(false);
