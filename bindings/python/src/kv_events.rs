@@ -19,8 +19,9 @@ const MAX_CHUNKS: usize = 1 << 18;
 /// The server does not hash as [`crate::prompt::Prompt`] does.
 const OTHER_HASHES: &str = "the server's chunk hashes are not BLAKE3 (--hash-algorithm)";
 
+/// What has happened since the last [`KvEvents::take`].
 #[derive(Default)]
-struct State {
+struct UntakenEvents {
     /// Changes when events are lost.
     epoch: u64,
     /// Whether the server has answered on this connection.
@@ -34,7 +35,7 @@ struct State {
     chunks: HashMap<Vec<u8>, bool>,
 }
 
-impl State {
+impl UntakenEvents {
     fn apply(&mut self, update: KvEventUpdate<'_>) {
         match update {
             KvEventUpdate::Requested => {
@@ -86,18 +87,18 @@ fn is_hash(event: &EventRecord<'_>) -> bool {
 
 #[pyclass(frozen, module = "kvtier")]
 pub struct KvEvents {
-    state: Arc<Mutex<State>>,
+    untaken: Arc<Mutex<UntakenEvents>>,
 }
 
 impl KvEvents {
     pub fn follow(client: &Client, model_name: &str) -> Result<Self, ClientError> {
-        let state = Arc::<Mutex<State>>::default();
-        let events = Arc::clone(&state);
+        let untaken = Arc::<Mutex<UntakenEvents>>::default();
+        let events = Arc::clone(&untaken);
         client.on_kv_events(
             model_name,
             Box::new(move |update| events.lock().apply(update)),
         )?;
-        Ok(Self { state })
+        Ok(Self { untaken })
     }
 }
 
@@ -105,16 +106,16 @@ impl KvEvents {
 impl KvEvents {
     #[getter]
     fn obstacle(&self) -> Option<String> {
-        self.state.lock().obstacle.clone()
+        self.untaken.lock().obstacle.clone()
     }
 
     fn take<'py>(&self, py: Python<'py>) -> PyResult<Option<(u64, Bound<'py, PyDict>)>> {
-        let mut state = self.state.lock();
-        if !state.is_known {
+        let mut untaken = self.untaken.lock();
+        if !untaken.is_known {
             return Ok(None);
         }
-        let (epoch, chunks) = (state.epoch, std::mem::take(&mut state.chunks));
-        drop(state);
+        let (epoch, chunks) = (untaken.epoch, std::mem::take(&mut untaken.chunks));
+        drop(untaken);
         let taken = PyDict::new(py);
         for (hash, is_stored) in chunks {
             taken.set_item(PyBytes::new(py, &hash), is_stored)?;

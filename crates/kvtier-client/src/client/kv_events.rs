@@ -36,7 +36,7 @@ pub enum KvEventUpdate<'a> {
 pub type KvEventCallback = Box<dyn FnMut(KvEventUpdate<'_>) + Send>;
 
 #[derive(PartialEq)]
-enum State {
+enum EventStreamState {
     /// Not answered yet.
     Requested,
     Open,
@@ -50,7 +50,7 @@ pub(super) struct KvEventStream {
     callback: KvEventCallback,
     /// Number of the request; none before the first one, and of a stream that is not requested again.
     uid: Option<u64>,
-    state: State,
+    state: EventStreamState,
 }
 
 impl KvEventStream {
@@ -66,7 +66,7 @@ impl KvEventStream {
             request: Outgoing::encode(&request)?,
             callback,
             uid: None,
-            state: State::Requested,
+            state: EventStreamState::Requested,
         })
     }
 
@@ -79,7 +79,7 @@ impl KvEventStream {
     pub fn request(&mut self, uid: u64, is_new_connection: bool) -> Frames {
         self.uid = Some(uid);
         if is_new_connection {
-            self.state = State::Requested;
+            self.state = EventStreamState::Requested;
             self.notify(KvEventUpdate::Requested);
         }
         self.request.clone().into_message(uid)
@@ -91,7 +91,9 @@ impl KvEventStream {
         let reply = incoming.into_reply(self.request.operation, self.request.kind);
         let why = match reply.as_ref().map(ClientReply::response) {
             Ok(Ok(Response::EventBatch(batch))) if batch.enabled => {
-                if std::mem::replace(&mut self.state, State::Open) == State::Ended {
+                if std::mem::replace(&mut self.state, EventStreamState::Open)
+                    == EventStreamState::Ended
+                {
                     self.notify(KvEventUpdate::Requested);
                 }
                 self.notify(KvEventUpdate::Batch(batch));
@@ -115,14 +117,14 @@ impl KvEventStream {
 
     /// Ends a stream whose request was not answered by its deadline. Returns whether there is none, so that it is requested again.
     pub fn expire(&mut self) -> bool {
-        if self.state == State::Requested {
+        if self.state == EventStreamState::Requested {
             self.end("the server does not answer a subscription to KV events".to_owned());
         }
-        self.state == State::Ended
+        self.state == EventStreamState::Ended
     }
 
     fn end(&mut self, why: String) {
-        self.state = State::Ended;
+        self.state = EventStreamState::Ended;
         self.notify(KvEventUpdate::Ended(why));
     }
 
