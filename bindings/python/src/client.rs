@@ -270,6 +270,31 @@ impl Client {
         Ok(Future::new(self.native.lookup_hits_within(&key, timeout)))
     }
 
+    /// Which of the objects of a prompt of keys are cached.
+    #[pyo3(signature = (prompt, request_id, model_name, world_size=1, worker_id=None, cache_salt=String::new(), timeout=None))]
+    #[expect(clippy::too_many_arguments, reason = "named arguments in Python")]
+    fn find(
+        &self,
+        prompt: &Prompt,
+        request_id: &str,
+        model_name: String,
+        world_size: u32,
+        worker_id: Option<u32>,
+        cache_salt: String,
+        timeout: Option<f64>,
+    ) -> PyResult<Future> {
+        check_salt(&cache_salt)
+            .map_err(|error| PyValueError::new_err(format!("cache_salt: {error}")))?;
+        let timeout = timeout.map_or_else(|| self.native.timeout(), seconds);
+        let scope = self.scope(model_name, world_size, 1, cache_salt);
+        let (prompt, range) = (prompt.encoded(), 0..prompt.encoded().len() as u64);
+        let key = match worker_id {
+            Some(worker) => scope.worker_key(worker, prompt, range, request_id),
+            None => scope.scheduler_key(prompt, range, request_id),
+        };
+        Ok(Future::new(self.native.find(&key, timeout)))
+    }
+
     #[pyo3(signature = (prompt, start, end, request_id, model_name, world_size=1, num_kv_readers=1, cache_salt=String::new()))]
     #[expect(clippy::too_many_arguments, reason = "named arguments in Python")]
     fn free_lookup_locks(

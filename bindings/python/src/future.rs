@@ -52,6 +52,7 @@ pub enum Value {
     Int(u64),
     Text(String),
     Texts(Vec<String>),
+    Bools(Vec<bool>),
 }
 
 impl Value {
@@ -62,6 +63,7 @@ impl Value {
             Self::Int(value) => value.into_py_any(py),
             Self::Text(value) => value.into_py_any(py),
             Self::Texts(value) => value.into_py_any(py),
+            Self::Bools(value) => value.into_py_any(py),
         }
     }
 }
@@ -99,6 +101,12 @@ impl From<String> for Value {
 impl From<Vec<String>> for Value {
     fn from(value: Vec<String>) -> Self {
         Self::Texts(value)
+    }
+}
+
+impl From<Vec<bool>> for Value {
+    fn from(value: Vec<bool>) -> Self {
+        Self::Bools(value)
     }
 }
 

@@ -3,6 +3,7 @@
 use std::num::NonZeroUsize;
 
 use kvtier_client::Prompt as Encoded;
+use kvtier_proto::key::OBJECT_KEY_BYTES;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
@@ -27,14 +28,23 @@ pub fn first_previous() -> [u8; 32] {
 
 #[pyclass(frozen, module = "kvtier")]
 pub struct Prompt {
-    tokens: Vec<u32>,
+    /// None for objects by their keys.
+    tokens: Option<Vec<u32>>,
     encoded: Encoded,
 }
 
 impl Prompt {
     fn from_tokens(tokens: Vec<u32>) -> Self {
         let encoded = Encoded::new(&tokens);
-        Self { tokens, encoded }
+        Self {
+            tokens: Some(tokens),
+            encoded,
+        }
+    }
+
+    fn tokens(&self) -> PyResult<&[u32]> {
+        let tokens = self.tokens.as_deref();
+        tokens.ok_or_else(|| PyValueError::new_err("this prompt has keys of objects, no tokens"))
     }
 
     pub fn encoded(&self) -> &Encoded {
@@ -87,19 +97,37 @@ impl Prompt {
         Ok(Self::from_tokens(tokens))
     }
 
+    #[staticmethod]
+    fn from_keys(keys: Vec<Vec<u8>>, chunk_tokens: NonZeroUsize) -> PyResult<Self> {
+        let object_key = |(position, key): (usize, Vec<u8>)| {
+            <[u8; OBJECT_KEY_BYTES]>::try_from(key).map_err(|key| {
+                PyValueError::new_err(format!(
+                    "keys[{position}]: {} bytes; each key has {OBJECT_KEY_BYTES}",
+                    key.len()
+                ))
+            })
+        };
+        let keys = keys.into_iter().enumerate().map(object_key);
+        let keys = keys.collect::<PyResult<Vec<_>>>()?;
+        Ok(Self {
+            tokens: None,
+            encoded: Encoded::of_object_keys(&keys, chunk_tokens.get()),
+        })
+    }
+
     /// The prompt with `token_ids[start..start + length]` replaced by words derived from `identity`: for content that the
     /// tokens do not identify, such as the image of placeholders.
     fn with_identity(&self, start: usize, length: usize, identity: &[u8]) -> PyResult<Self> {
+        let mut tokens = self.tokens()?.to_vec();
         let end = start
             .checked_add(length)
-            .filter(|end| *end <= self.tokens.len())
+            .filter(|end| *end <= tokens.len())
             .ok_or_else(|| {
                 PyValueError::new_err(format!(
                     "start, length: {start}, {length}; the prompt has {} tokens",
-                    self.tokens.len()
+                    tokens.len()
                 ))
             })?;
-        let mut tokens = self.tokens.clone();
         // The replaced tokens are part of the identity.
         let mut hasher = blake3::Hasher::new();
         hasher.update(&(identity.len() as u64).to_be_bytes());
@@ -122,8 +150,8 @@ impl Prompt {
         py: Python<'py>,
         chunk_tokens: NonZeroUsize,
         mut known: Vec<Bound<'py, PyBytes>>,
-    ) -> Vec<Bound<'py, PyBytes>> {
-        let chunks = self.tokens.chunks_exact(chunk_tokens.get());
+    ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+        let chunks = self.tokens()?.chunks_exact(chunk_tokens.get());
         let behind = chunks.skip(known.len());
         let mut last = known
             .pop()
@@ -132,43 +160,42 @@ impl Prompt {
             last = PyBytes::new(py, &hash_chunk(last.as_bytes(), tokens));
             last.clone()
         });
-        hashes.collect()
+        Ok(hashes.collect())
     }
 
     /// The prompt followed by another one.
-    fn extended(&self, more: &Self) -> Self {
-        Self {
-            tokens: [&self.tokens[..], &more.tokens[..]].concat(),
+    fn extended(&self, more: &Self) -> PyResult<Self> {
+        Ok(Self {
+            tokens: Some([self.tokens()?, more.tokens()?].concat()),
             encoded: self.encoded.extended(&more.encoded),
-        }
+        })
     }
 
     /// The first `length` tokens.
-    fn prefix(&self, length: usize) -> Self {
-        Self::from_tokens(self.tokens[..length.min(self.tokens.len())].to_vec())
+    fn prefix(&self, length: usize) -> PyResult<Self> {
+        let tokens = self.tokens()?;
+        Ok(Self::from_tokens(
+            tokens[..length.min(tokens.len())].to_vec(),
+        ))
     }
 
     fn __len__(&self) -> usize {
-        self.tokens.len()
+        self.encoded.len()
     }
 
     fn __eq__(&self, other: &Self) -> bool {
-        self.tokens == other.tokens
+        self.encoded.encoded().0 == other.encoded.encoded().0
     }
 
     fn __hash__(&self) -> u64 {
-        let mut hasher = blake3::Hasher::new();
-        for token in &self.tokens {
-            hasher.update(&token.to_be_bytes());
-        }
-        let hash = hasher.finalize();
+        let hash = blake3::hash(self.encoded.encoded().0);
         hash.as_bytes()
             .first_chunk::<8>()
             .map_or(0, |raw| u64::from_be_bytes(*raw))
     }
 
     fn __repr__(&self) -> String {
-        format!("Prompt of {} tokens", self.tokens.len())
+        format!("Prompt of {} tokens", self.encoded.len())
     }
 
     /// From four bytes per token, little-endian.
@@ -192,7 +219,7 @@ impl Prompt {
         let py = slf.py();
         let raw: Vec<u8> = slf
             .get()
-            .tokens
+            .tokens()?
             .iter()
             .flat_map(|token| token.to_le_bytes())
             .collect();

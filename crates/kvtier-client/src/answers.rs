@@ -97,6 +97,25 @@ pub(crate) fn limited(
     }
 }
 
+/// Which of `asked` objects were found.
+pub(crate) fn found(reply: &ClientReply, asked: u64) -> Result<Vec<bool>, ClientError> {
+    let bits = match reply.response()? {
+        Response::Bits(bits) => bits,
+        other => return Err(wrong(reply, "a bitmap", &other)),
+    };
+    let asked = usize::try_from(asked).unwrap_or(usize::MAX);
+    // None at all is the answer to a find that cannot be served.
+    if !bits.is_empty() && bits.len() != asked.div_ceil(8) {
+        let message = format!("a bitmap of {} bytes came, for {asked} objects", bits.len());
+        return Err(unexpected(reply, message));
+    }
+    let bit = |at: usize| {
+        bits.get(at / 8)
+            .is_some_and(|byte| byte >> (at % 8) & 1 == 1)
+    };
+    Ok((0..asked).map(bit).collect())
+}
+
 /// Whether a transfer succeeded. Its device event is left out: CPU workers need none.
 pub(crate) fn transferred(reply: &ClientReply) -> Result<bool, ClientError> {
     match reply.response()? {

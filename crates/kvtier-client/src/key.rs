@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use kvtier_proto::chunk::CHUNK_TOKENS_FEATURE;
-use kvtier_proto::key::{CacheKey, EncodedTokens};
+use kvtier_proto::key::{CacheKey, EncodedTokens, OBJECT_KEY_BYTES};
 use kvtier_proto::key_settings::KeySettings;
 use kvtier_proto::wire;
 
@@ -13,7 +13,7 @@ use crate::{ClientError, Connection};
 /// A key over a [`Prompt`].
 pub type Key<'a> = CacheKey<'a, EncodedTokens<'a>>;
 
-/// A prompt, encoded once: keys over it only copy bytes. Cheap to clone.
+/// A prompt, or objects by their keys, encoded once: requests only copy bytes. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Prompt {
     encoded: Arc<[u8]>,
@@ -32,7 +32,19 @@ impl Prompt {
         }
     }
 
-    /// The prompt followed by another one; nothing is encoded again.
+    /// Objects by their keys in place of a prompt, for servers with [`OBJECTS_FEATURE`](kvtier_proto::key::OBJECTS_FEATURE). Each
+    /// stands for `chunk_tokens` tokens, which the scope has to name too.
+    #[must_use]
+    pub fn of_object_keys(keys: &[[u8; OBJECT_KEY_BYTES]], chunk_tokens: usize) -> Self {
+        let mut encoded = Vec::new();
+        wire::write_bin(&mut encoded, keys.as_flattened());
+        Self {
+            encoded: encoded.into(),
+            tokens: keys.len() * chunk_tokens,
+        }
+    }
+
+    /// The prompt followed by another one, both of token ids; nothing is encoded again.
     #[must_use]
     pub fn extended(&self, more: &Self) -> Self {
         let tokens = self.tokens + more.tokens;

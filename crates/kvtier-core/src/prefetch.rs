@@ -24,6 +24,8 @@ pub struct PrefetchPlan {
     rows: Arc<[GroupRow]>,
     chunks: usize,
     found: Vec<ChunkBitmap>,
+    /// Whether each chunk is worth having by itself, and not only as part of a prefix.
+    is_each: bool,
 }
 
 impl PrefetchPlan {
@@ -34,6 +36,15 @@ impl PrefetchPlan {
             rows,
             chunks,
             found,
+            is_each: false,
+        }
+    }
+
+    /// The plan for chunks each of which is worth having by itself.
+    pub fn of_each(rows: Arc<[GroupRow]>, chunks: usize) -> Self {
+        Self {
+            is_each: true,
+            ..Self::new(rows, chunks)
         }
     }
 
@@ -70,6 +81,9 @@ impl PrefetchPlan {
     /// The end of the longest prefix possible once everything before `asked` was looked up everywhere: the first chunk
     /// below it that a full-attention row lacks.
     fn limit(&self, asked: usize) -> usize {
+        if self.is_each {
+            return usize::MAX;
+        }
         let rows = self.rows.iter().zip(&self.found);
         rows.filter(|(row, _)| row.window.is_none())
             .map(|(_, found)| found.leading())
@@ -83,9 +97,26 @@ impl PrefetchPlan {
         longest_prefix(&self.rows, &self.found)
     }
 
+    /// The objects to have in L1 of what was found, chunk by chunk, that take at most `capacity` bytes; `footprint` returns the bytes
+    /// that an object of a length takes.
+    pub fn needed_within(&self, capacity: u64, footprint: impl Fn(u64) -> u64) -> Vec<Cell> {
+        if !self.is_each {
+            return self.needed(self.hit_within(capacity, footprint));
+        }
+        let sizes = self.rows.iter().map(|row| footprint(row.object_bytes));
+        let chunk_bytes: u64 = sizes.sum();
+        let is_found = |chunk: &usize| self.found.iter().all(|row| row.get(*chunk));
+        let chunks = (0..self.chunks).filter(is_found);
+        let most = capacity.checked_div(chunk_bytes).unwrap_or(0);
+        chunks
+            .take(usize::try_from(most).unwrap_or(usize::MAX))
+            .flat_map(|chunk| (0..self.rows.len()).map(move |row| Cell { row, chunk }))
+            .collect()
+    }
+
     /// Chunks of the longest prefix whose objects were found and take at most `capacity` bytes; `footprint` returns the bytes that
     /// an object of a length takes.
-    pub fn hit_within(&self, capacity: u64, footprint: impl Fn(u64) -> u64) -> usize {
+    fn hit_within(&self, capacity: u64, footprint: impl Fn(u64) -> u64) -> usize {
         let hit = self.hit();
         let sizes: Vec<_> = self
             .rows
@@ -107,7 +138,7 @@ impl PrefetchPlan {
     }
 
     /// The objects that a prefix of `hit` chunks needs, chunk by chunk.
-    pub fn needed(&self, hit: usize) -> Vec<Cell> {
+    fn needed(&self, hit: usize) -> Vec<Cell> {
         let rows = || self.rows.iter().enumerate();
         (0..hit)
             .flat_map(|chunk| {
@@ -204,6 +235,22 @@ mod tests {
         }
         plan.lost(Cell { row: 1, chunk: 3 });
         assert_eq!(plan.hit_within(14, |bytes| 2 * bytes), 3);
+    }
+
+    #[test]
+    fn each_chunk_is_wanted_whatever_is_missing_before_it() {
+        let rows = plan([None, None], 5).rows;
+        let mut plan = PrefetchPlan::of_each(rows, 5);
+        find(&mut plan, 0, [1, 3, 4]);
+        find(&mut plan, 1, [1, 2, 4]);
+        assert_eq!(
+            cells(&plan.wanted(2..4)),
+            [(0, 2), (1, 3)],
+            "chunk 0 is nowhere"
+        );
+        let within = |capacity| cells(&plan.needed_within(capacity, |bytes| 2 * bytes));
+        assert_eq!(within(u64::MAX), [(0, 1), (1, 1), (0, 4), (1, 4)]);
+        assert_eq!(within(7), [(0, 1), (1, 1)]);
     }
 
     #[test]

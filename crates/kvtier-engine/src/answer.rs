@@ -118,6 +118,7 @@ fn waits_with_handler(operation: Operation) -> bool {
             | Operation::CbProtocolHandshake
             | Operation::ServerModuleCall
             | Operation::ServerModuleAffinityCall
+            | Operation::Find
     )
 }
 
@@ -135,6 +136,7 @@ fn refusal(operation: Operation, kind: ResponseKind) -> Response<'static> {
         ResponseKind::Text => Response::Text("OK".into()),
         ResponseKind::Texts => Response::Texts(Vec::new()),
         ResponseKind::Ints => Response::Ints(Vec::new()),
+        ResponseKind::Bits => Response::Bits((&[][..]).into()),
         ResponseKind::Transfer => Response::transfer(&[][..], false),
         ResponseKind::PrepareStore => Response::PrepareStore(PrepareStore {
             target: Some(StoreTarget::default()),

@@ -61,7 +61,7 @@ use kvtier_observe::metrics::Metrics;
 use kvtier_observe::trace::Tracer;
 use kvtier_proto::chunk::CHUNK_TOKENS_FEATURE;
 use kvtier_proto::generation::Release;
-use kvtier_proto::key::KeyHead;
+use kvtier_proto::key::{KeyHead, OBJECTS_FEATURE};
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{HELD_BLOCKS_FEATURE, InstanceId, Request};
 use kvtier_proto::response::Response;
@@ -329,6 +329,10 @@ impl Engine {
                 let timeout = timeout.clamped(MAX_WAIT);
                 self.lookups.wait_result(caller, *job, timeout, reply);
             }
+            Request::Find { key, timeout } => {
+                let timeout = timeout.clamped(MAX_WAIT);
+                self.lookups.find(caller, key, timeout, reply);
+            }
             request => reply.answer(self.answer(caller, request)),
         }
     }
@@ -338,9 +342,11 @@ impl Engine {
         match request {
             Request::GetExperimental => {
                 let events = self.has_kv_events().then_some(KV_EVENTS_FEATURE);
-                let features = events
-                    .into_iter()
-                    .chain([HELD_BLOCKS_FEATURE, CHUNK_TOKENS_FEATURE]);
+                let features = events.into_iter().chain([
+                    HELD_BLOCKS_FEATURE,
+                    CHUNK_TOKENS_FEATURE,
+                    OBJECTS_FEATURE,
+                ]);
                 EngineAnswer::from(Response::Texts(features.map(Into::into).collect()))
             }
             Request::Noop => EngineAnswer::from(Response::Text("OK".into())),

@@ -9,6 +9,17 @@ pub const MAX_SALT_CHARS: usize = 128;
 /// Most bytes that a cache salt can therefore have. Names made of keys must have space for them.
 pub const MAX_SALT_BYTES: usize = 4 * MAX_SALT_CHARS;
 
+/// The field of a key that names objects directly, in place of token ids: keys of [`OBJECT_KEY_BYTES`] each, one behind the other.
+/// Only kvtier's own clients send it. Each stands for a chunk of `kvtier.chunk_tokens` tokens, a field that comes before it, and
+/// is the hash of its object.
+pub const OBJECT_KEYS: &str = "kvtier.keys";
+
+/// Bytes of one of the [`OBJECT_KEYS`].
+pub const OBJECT_KEY_BYTES: usize = 32;
+
+/// Name of the optional feature by which a client recognizes a server that serves [`OBJECT_KEYS`] and `kvtier.find`.
+pub const OBJECTS_FEATURE: &str = "kvtier.objects.1";
+
 /// Fields of a key in its full and its packed form.
 pub(crate) const FULL_KEY_FIELDS: usize = 10;
 
@@ -55,7 +66,7 @@ pub struct KeyHead<'a> {
     pub worker_id: Option<u32>,
     /// Tokens of one chunk, as in [`CacheKey`].
     pub chunk_tokens: Option<u32>,
-    /// Token ids that are announced; at most the bytes that follow.
+    /// Token ids that are announced, at most the bytes that follow; for the keys of objects, the tokens that they stand for.
     pub token_count: usize,
 }
 
@@ -74,16 +85,19 @@ impl<'a> KeyHead<'a> {
                 "world_size" => world_size = Some(reader.int().ok()?),
                 "worker_id" => worker_id = Some(reader.optional_int().ok()?),
                 CHUNK_TOKENS => chunk_tokens = Some(chunk::read(&mut reader).ok()?),
-                tokens @ ("token_ids" | "token_bytes") => {
+                tokens @ ("token_ids" | "token_bytes" | OBJECT_KEYS) => {
                     return Some(Self {
                         model_name: model_name?,
                         world_size: world_size?,
                         worker_id: worker_id?,
                         chunk_tokens,
-                        token_count: if tokens == "token_ids" {
-                            reader.array_len().ok()?
-                        } else {
-                            reader.bin().ok()?.len() / PACKED_TOKEN_BYTES
+                        token_count: match tokens {
+                            "token_ids" => reader.array_len().ok()?,
+                            "token_bytes" => reader.bin().ok()?.len() / PACKED_TOKEN_BYTES,
+                            _ => {
+                                let keys = reader.bin().ok()?.len() / OBJECT_KEY_BYTES;
+                                keys.saturating_mul(chunk_tokens? as usize)
+                            }
                         },
                     });
                 }
@@ -158,6 +172,12 @@ pub trait TokenReader {
 
     /// Reads the token ids of `token_bytes`. The result is that of [`TokenReader::read`] of the same ids.
     fn read_packed(&mut self, tokens: &[PackedToken]) -> Result<Self::Output, DecodeError>;
+
+    /// Reads [`OBJECT_KEYS`].
+    fn read_object_keys(
+        &mut self,
+        keys: &[[u8; OBJECT_KEY_BYTES]],
+    ) -> Result<Self::Output, DecodeError>;
 }
 
 /// Decodes all token ids into a vector.
@@ -176,6 +196,12 @@ impl TokenReader for VecTokens {
     fn read_packed(&mut self, tokens: &[PackedToken]) -> Result<Vec<u32>, DecodeError> {
         Ok(wire::unpack_tokens(tokens).collect())
     }
+
+    fn read_object_keys(&mut self, _: &[[u8; OBJECT_KEY_BYTES]]) -> Result<Vec<u32>, DecodeError> {
+        Err(DecodeError::new(
+            "keys of objects have no tokens; allowed: token ids",
+        ))
+    }
 }
 
 /// Checks the token ids and keeps only their number.
@@ -192,10 +218,19 @@ impl TokenReader for SkipTokens {
     fn read_packed(&mut self, tokens: &[PackedToken]) -> Result<usize, DecodeError> {
         Ok(tokens.len())
     }
+
+    fn read_object_keys(&mut self, keys: &[[u8; OBJECT_KEY_BYTES]]) -> Result<usize, DecodeError> {
+        Ok(keys.len())
+    }
 }
 
 /// Token ids that can be written into a key.
 pub trait TokenWriter {
+    /// Name of the field that [`TokenWriter::write`] writes.
+    fn field(&self) -> &'static str {
+        "token_ids"
+    }
+
     /// Appends the array of token ids, header included.
     fn write(&self, out: &mut Vec<u8>);
 
@@ -226,24 +261,40 @@ impl TokenWriter for Vec<u32> {
 }
 
 impl<T: TokenWriter + ?Sized> TokenWriter for &T {
+    fn field(&self) -> &'static str {
+        (**self).field()
+    }
+
     fn write(&self, out: &mut Vec<u8>) {
         (**self).write(out);
     }
 }
 
 impl<T: TokenWriter + ?Sized> TokenWriter for std::sync::Arc<T> {
+    fn field(&self) -> &'static str {
+        (**self).field()
+    }
+
     fn write(&self, out: &mut Vec<u8>) {
         (**self).write(out);
     }
 }
 
-/// An array of token ids that is encoded already, header included, as [`wire::write_tokens`] made it.
+/// Token ids, or [`OBJECT_KEYS`], that are encoded already, header included, as [`wire::write_tokens`] or [`wire::write_bin`] made
+/// them.
 ///
 /// Spares a client that sends the same prompt again and again the encoding.
 #[derive(Debug, Clone, Copy)]
 pub struct EncodedTokens<'a>(pub &'a [u8]);
 
 impl TokenWriter for EncodedTokens<'_> {
+    fn field(&self) -> &'static str {
+        match self.0.first() {
+            Some(0xc4..=0xc6) => OBJECT_KEYS,
+            _ => "token_ids",
+        }
+    }
+
     fn write(&self, out: &mut Vec<u8>) {
         out.extend_from_slice(self.0);
     }
@@ -307,6 +358,12 @@ impl<'a, T> CacheKey<'a, T> {
                 }
                 "token_ids" => token_ids = Some(read_tokens(value, tokens)?),
                 "token_bytes" => token_ids = Some(read_packed_tokens(value, tokens)?),
+                OBJECT_KEYS if chunk_tokens.is_none() => {
+                    return Err(DecodeError::new(format!(
+                        "the field stands without {CHUNK_TOKENS}; allowed: behind it"
+                    )));
+                }
+                OBJECT_KEYS => token_ids = Some(read_object_keys(value, tokens)?),
                 "start" => start = Some(value.int()?),
                 "end" => end = Some(value.int()?),
                 "request_id" => request_id = Some(value.str()?),
@@ -361,7 +418,7 @@ impl<T: TokenWriter> CacheKey<'_, T> {
             wire::write_str(out, "token_bytes");
             self.tokens.write_packed(out);
         } else {
-            wire::write_str(out, "token_ids");
+            wire::write_str(out, self.tokens.field());
             self.tokens.write(out);
         }
         wire::write_str(out, "start");
@@ -424,6 +481,20 @@ fn read_packed_tokens<R: TokenReader>(
         (packed, []) => tokens.read_packed(packed),
         _ => Err(DecodeError::new(format!(
             "{} bytes; allowed: a multiple of {PACKED_TOKEN_BYTES}",
+            bytes.len()
+        ))),
+    }
+}
+
+fn read_object_keys<R: TokenReader>(
+    value: &mut Reader<'_>,
+    tokens: &mut R,
+) -> Result<R::Output, DecodeError> {
+    let bytes = value.bin()?;
+    match bytes.as_chunks() {
+        (keys, []) => tokens.read_object_keys(keys),
+        _ => Err(DecodeError::new(format!(
+            "{} bytes; allowed: a multiple of {OBJECT_KEY_BYTES}",
             bytes.len()
         ))),
     }

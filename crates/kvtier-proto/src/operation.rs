@@ -3,7 +3,7 @@
 /// What a client asks for.
 ///
 /// The names are those of the LMCache 0.5.7 wire protocol (lower snake case, compared exactly), plus
-/// [`Operation::QueryPrefetchLookupHits`], which ended with 0.5.5.
+/// [`Operation::QueryPrefetchLookupHits`], which ended with 0.5.5, and kvtier's own [`Operation::Find`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 #[non_exhaustive]
@@ -85,10 +85,12 @@ pub enum Operation {
     NegotiateChunkSize,
     /// Hit count of a lookup before its prefetch is done (removed in 0.5.6).
     QueryPrefetchLookupHits,
+    /// Which of these objects are cached? Leases what it finds. Of kvtier's own clients.
+    Find,
 }
 
 /// All operations, in declaration order, each with its name on the wire.
-const NAMES: [(Operation, &str); 38] = [
+const NAMES: [(Operation, &str); 39] = [
     (Operation::RegisterKvCache, "register_kv_cache"),
     (Operation::UnregisterKvCache, "unregister_kv_cache"),
     (Operation::RegisterQCache, "register_q_cache"),
@@ -139,6 +141,7 @@ const NAMES: [(Operation, &str); 38] = [
         Operation::QueryPrefetchLookupHits,
         "query_prefetch_lookup_hits",
     ),
+    (Operation::Find, "kvtier.find"),
 ];
 
 /// Lane that runs an operation: the order a server owes its callers.

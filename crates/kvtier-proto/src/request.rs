@@ -120,6 +120,11 @@ pub enum Request<'a, T> {
     ReportBlockAllocation(BlockAllocation<'a>),
     Noop,
     GetExperimental,
+    /// The objects that are in L1, or come from the tiers within the timeout.
+    Find {
+        key: CacheKey<'a, T>,
+        timeout: Seconds,
+    },
     CbRegisterRope(RopeRegistration<'a>),
     CbUnregisterRope {
         instance: InstanceId,
@@ -295,6 +300,7 @@ impl<'a, T> Request<'a, T> {
             Self::Retrieve(retrieve) => Some(&retrieve.key),
             Self::CbRetrievePreComputed(retrieve) => Some(&retrieve.key),
             Self::Lookup { key, .. }
+            | Self::Find { key, .. }
             | Self::FreeLookupLocks { key, .. }
             | Self::PrepareStore { key, .. }
             | Self::CommitStore { key, .. }
@@ -393,6 +399,7 @@ impl<T> Request<'_, T> {
             Self::ReportBlockAllocation(_) => Operation::ReportBlockAllocation,
             Self::Noop => Operation::Noop,
             Self::GetExperimental => Operation::GetExperimental,
+            Self::Find { .. } => Operation::Find,
             Self::CbRegisterRope(_) => Operation::CbRegisterRope,
             Self::CbUnregisterRope { .. } => Operation::CbUnregisterRope,
             Self::CbRetrievePreComputed(_) => Operation::CbRetrievePreComputed,

@@ -30,6 +30,8 @@ pub enum ResponseKind {
     Texts,
     /// An array of ints.
     Ints,
+    /// A bit per object.
+    Bits,
     /// Event handle and verdict of a transfer.
     Transfer,
     /// Location of the shared pool.
@@ -75,6 +77,8 @@ pub enum Response<'a> {
     Texts(Vec<Cow<'a, str>>),
     /// Ints: an order of segments.
     Ints(Vec<i64>),
+    /// Whether each object of a find was found: the lowest bit of the first byte is the first one's.
+    Bits(Cow<'a, [u8]>),
     /// To store and retrieve.
     Transfer(Transfer<'a>),
     /// To an engine-driven registration.

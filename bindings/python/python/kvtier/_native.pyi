@@ -60,7 +60,7 @@ class Future(Generic[_T]):
 
 @final
 class Prompt:
-    """Token ids, encoded once for many requests. Immutable, hashable, can be pickled."""
+    """Token ids, or objects by their keys, encoded once for many requests. Immutable and hashable; with token ids, it can be pickled."""
 
     def __new__(cls, token_ids: list[int]) -> Self:
         """Token ids from 0 to 2**32 - 1; OverflowError for others."""
@@ -73,6 +73,15 @@ class Prompt:
 
         Raises:
             ValueError: ``blocks_per_chunk`` is 0, or a chunk has fewer than 9 tokens.
+        """
+
+    @staticmethod
+    def from_keys(keys: Sequence[bytes], chunk_tokens: int) -> Prompt:
+        """Returns objects by their keys in place of a prompt: each is one chunk, whatever comes before it, and its key is its hash. For
+        servers that announce ``kvtier.objects.1``.
+
+        Raises:
+            ValueError: a key has not 32 bytes, or ``chunk_tokens`` is 0.
         """
 
     def with_identity(self, start: int, length: int, identity: bytes) -> Prompt:
@@ -244,6 +253,23 @@ class Client:
         It may take ``timeout`` seconds; default: as other requests. A server that traces requests puts this one below the
         span that ``traceparent`` names (W3C Trace Context). What is found in the server's memory is pinned for ``keep_seconds``.
         Its tiers of peers ask ``peer``, a host among theirs, before others.
+
+        Raises:
+            ValueError: a ``cache_salt`` that no key can have.
+        """
+
+    def find(
+        self,
+        prompt: Prompt,
+        request_id: str,
+        model_name: str,
+        world_size: int = 1,
+        worker_id: int | None = None,
+        cache_salt: str = ...,
+        timeout: float | None = None,
+    ) -> Future[list[bool]]:
+        """Returns which objects of a ``Prompt.from_keys`` are cached, on all workers of the world or on ``worker_id``. They are leased
+        until ``end_session(request_id)``. Tiers have ``timeout`` seconds to give what memory lacks; default: as other requests.
 
         Raises:
             ValueError: a ``cache_salt`` that no key can have.

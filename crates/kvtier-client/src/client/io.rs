@@ -388,6 +388,7 @@ fn is_dependent(operation: Operation) -> bool {
     matches!(
         operation,
         Operation::Lookup
+            | Operation::Find
             | Operation::QueryPrefetchStatus
             | Operation::WaitPrefetchStatus
             | Operation::PrepareStore

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use kvtier_proto::key::{CacheKey, TokenWriter};
 use kvtier_proto::operation::Operation;
-use kvtier_proto::request::Request;
+use kvtier_proto::request::{Request, Seconds};
 
 use super::future::{Promise, channel};
 use super::{Client, Future};
@@ -106,16 +106,49 @@ impl LookupPoll {
     }
 
     fn fail(self, error: ClientError) {
-        // Sessions of a lost connection and of a closed client end by themselves.
-        if matches!(
-            error,
-            ClientError::Timeout { .. }
-                | ClientError::Pending { .. }
-                | ClientError::Degraded { .. }
-                | ClientError::Unexpected { .. }
-        ) {
-            self.client.end_session(&self.request_id).forget();
-        }
+        end_failed(&self.client, &self.request_id, &error);
         self.promise.keep(Err(error));
     }
+}
+
+/// Ends the session of a lookup that has failed, if the server may hold something for it. Sessions of a lost connection and of a
+/// closed client end by themselves.
+fn end_failed(client: &Client, request_id: &str, error: &ClientError) {
+    if matches!(
+        error,
+        ClientError::Timeout { .. }
+            | ClientError::Pending { .. }
+            | ClientError::Degraded { .. }
+            | ClientError::Unexpected { .. }
+    ) {
+        client.end_session(request_id).forget();
+    }
+}
+
+/// [`Client::find`] for a handle that does not keep the client open.
+pub(super) fn find<T: TokenWriter + Clone>(
+    client: Client,
+    key: &CacheKey<'_, T>,
+    timeout: Duration,
+) -> Future<Vec<bool>> {
+    let (promise, future) = channel(Operation::Find);
+    let asked = key.end / key.chunk_tokens.map_or(1, u64::from).max(1);
+    let request_id = key.request_id.to_owned();
+    let request = Request::Find {
+        key: key.clone(),
+        timeout: server_wait(timeout),
+    };
+    client.clone().submit_then(&request, timeout, move |reply| {
+        let found = reply.and_then(|reply| answers::found(&reply, asked));
+        if let Err(error) = &found {
+            end_failed(&client, &request_id, error);
+        }
+        promise.keep(found);
+    });
+    future
+}
+
+/// The wait of a server that is to answer before its client's deadline, which is for a server that does not.
+fn server_wait(left: Duration) -> Seconds {
+    Seconds::Fraction(left.mul_f64(0.9).as_secs_f64())
 }

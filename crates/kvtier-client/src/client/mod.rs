@@ -554,6 +554,16 @@ impl Client {
         LookupPoll::start(Self::internal(Arc::clone(&self.shared)), key, timeout)
     }
 
+    /// Finds those of a key's [objects](crate::Prompt::of_object_keys) that L1 has, or that the tiers give within `timeout`. What
+    /// is found is leased until the session of the key's request ends.
+    pub fn find<T: TokenWriter + Clone>(
+        &self,
+        key: &CacheKey<'_, T>,
+        timeout: Duration,
+    ) -> Future<Vec<bool>> {
+        lookup::find(Self::internal(Arc::clone(&self.shared)), key, timeout)
+    }
+
     /// Sends a heartbeat of this client's worker, or of a scheduler, and waits for its reply.
     fn heartbeat(&self, timeout: Duration) -> Result<bool, ClientError> {
         let number = self.shared.instance.load(Ordering::Relaxed);

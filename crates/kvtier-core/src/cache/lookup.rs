@@ -7,7 +7,7 @@ use super::state::CacheState;
 use super::tenant::Tenants;
 use crate::group_row::GroupRow;
 use crate::hashing::ChunkHash;
-use crate::window::needed;
+use crate::window::{ChunkBitmap, needed};
 
 /// Result of a lookup, allocated before the lock is taken.
 pub(super) struct LookupBatch {
@@ -26,6 +26,39 @@ impl LookupBatch {
             holds: holds.collect(),
             namespaces: Vec::with_capacity(rows.len()),
         }
+    }
+
+    /// See [`super::Cache::find`].
+    pub(super) fn find(
+        &mut self,
+        state: &mut CacheState<impl ExtentAllocator>,
+        rows: &[GroupRow],
+        hashes: &[ChunkHash],
+        found: &mut ChunkBitmap,
+    ) -> usize {
+        let Self { holds, namespaces } = self;
+        namespaces.extend(rows.iter().map(|row| state.namespaces.find(&row.namespace)));
+        let mut hit = 0;
+        for (position, hash) in hashes.iter().enumerate() {
+            for (hold, namespace) in holds.iter_mut().zip(&*namespaces) {
+                let Some(number) = namespace.and_then(|namespace| state.find(namespace, hash))
+                else {
+                    break;
+                };
+                hold.slots.push(state.slab.reference(number));
+            }
+            // What some row lacks is in none of the holds.
+            let is_found = !rows.is_empty() && holds.iter().all(|hold| hold.slots.len() > hit);
+            if is_found {
+                found.set(position);
+                hit += 1;
+            }
+            holds.iter_mut().for_each(|hold| hold.slots.truncate(hit));
+        }
+        for reference in holds.iter().flat_map(|hold| &hold.slots) {
+            state.lease(reference.slot);
+        }
+        hit
     }
 
     /// See [`super::Cache::lookup`]. Examines only chunks that can still matter: full-attention rows from the front

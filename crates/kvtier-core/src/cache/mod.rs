@@ -53,6 +53,7 @@ use crate::hashing::ChunkHash;
 use crate::ledger::{Ledger, Snapshot, Words};
 use crate::object_key::{Namespace, ObjectKey};
 use crate::quota::{Grant, QuotaConfig};
+use crate::window::ChunkBitmap;
 use kvtier_common::sync::Mutex;
 use kvtier_common::sync::atomic::{AtomicU32, Ordering};
 use lease::OrderedHold;
@@ -370,6 +371,36 @@ impl<A: ExtentAllocator> Cache<A> {
         self.lookup_counted(now, rows, hashes, |state, hit| {
             lookup::count_again(state, rows, hashes.len(), hit, before)
         })
+    }
+
+    /// Finds those of `hashes` that every row has, each an object of its own whatever the windows of the rows, and leases them
+    /// in the same step; returns which they are, and how many as the hit. The lease counts them alone.
+    pub fn find(
+        &self,
+        now: Duration,
+        rows: &Arc<[GroupRow]>,
+        hashes: &[ChunkHash],
+        before: Option<Counted>,
+    ) -> (ChunkBitmap, Lookup<A>) {
+        let mut batch = LookupBatch::new(rows, hashes.len());
+        let mut found = ChunkBitmap::with_capacity(hashes.len());
+        let (hit_chunks, counted, may_be_unstored) = self.locked(|state| {
+            state.advance_clock(now);
+            let hit = batch.find(state, rows, hashes, &mut found);
+            let counted = match before {
+                None => lookup::count(state, rows, hashes.len(), hit),
+                Some(before) => lookup::count_again(state, rows, hashes.len(), hit, before),
+            };
+            (hit, counted, state.unstored > 0)
+        });
+        let lease = PrefixLease::new(self.clone(), Arc::clone(rows), batch.holds);
+        let lookup = Lookup {
+            hit_chunks,
+            counted,
+            may_be_unstored,
+            lease,
+        };
+        (found, lookup)
     }
 
     fn lookup_counted(

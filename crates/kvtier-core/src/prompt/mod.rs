@@ -21,7 +21,7 @@ use foldhash::quality::RandomState;
 use generations::{Arrivals, FoundChunk, GenerationLimits, Generations, RememberedChunk, Table};
 use kvtier_common::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use kvtier_common::sync::{Mutex, RwLock};
-use kvtier_proto::key::TokenReader;
+use kvtier_proto::key::{OBJECT_KEY_BYTES, TokenReader};
 use kvtier_proto::wire::{self, DecodeError, PACKED_TOKEN_BYTES, PackedToken};
 use std::fmt;
 use std::hash::{BuildHasher, Hasher};
@@ -48,6 +48,8 @@ pub struct Prompt {
     pub hashes: Vec<ChunkHash>,
     /// The token ids; none unless the reader [keeps](PromptReader::keep_tokens) them.
     pub tokens: Vec<u32>,
+    /// Whether a client named the hashes: each is an object of its own, and no prefix of the next one.
+    pub is_object_keys: bool,
 }
 
 impl Prompt {
@@ -264,6 +266,7 @@ impl PromptMemory {
                 chunk_size: cut.size,
                 hashes,
                 tokens: Vec::new(),
+                is_object_keys: false,
             },
             at,
         ))
@@ -484,5 +487,18 @@ impl TokenReader for PromptReader<'_> {
             prompt.tokens.extend(wire::unpack_tokens(tokens));
         }
         Ok(prompt)
+    }
+
+    fn read_object_keys(&mut self, keys: &[[u8; OBJECT_KEY_BYTES]]) -> Result<Prompt, DecodeError> {
+        let mut hashes = Vec::new();
+        wire::reserve(&mut hashes, keys.len())?;
+        hashes.extend(keys.iter().map(|key| ChunkHash(*key)));
+        Ok(Prompt {
+            token_count: keys.len().saturating_mul(self.cut.size.get()),
+            chunk_size: self.cut.size,
+            hashes,
+            tokens: Vec::new(),
+            is_object_keys: true,
+        })
     }
 }

@@ -190,6 +190,7 @@ impl PrefetchJobs {
             rows: rows(&scope, &instances),
             scope,
             hashes: hashes.into(),
+            is_object_keys: false,
             tokens: Some(Arc::new(tokens)),
             counted: Counted::ALL,
             span: None,

@@ -9,9 +9,11 @@
 
 mod announced;
 mod chunk_sizes;
+mod find;
 mod held;
 mod recent;
 
+use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::num::NonZeroUsize;
 use std::ops::Range;
@@ -38,6 +40,7 @@ use super::context::Context;
 use super::instances::{Instance, Unserved, gcd, rows};
 use super::{Caller, EngineAnswer, Reply};
 use chunk_sizes::{ChunkSizes, LookupRange};
+use find::ObjectFind;
 use held::{HeldLookup, HeldLookups, LookupOutcome};
 pub use recent::{RecentLookup, RecentLookups};
 
@@ -168,6 +171,7 @@ impl Lookups {
                     scope: lookup.scope.clone(),
                     rows,
                     hashes: hashes.into(),
+                    is_object_keys: false,
                     tokens,
                     counted,
                     span,
@@ -226,18 +230,10 @@ impl Lookups {
             metrics.early_exit(model, scope.cache_salt(), reason);
             Err(reason)
         };
-        let instances = &self.context.instances;
-        let Some(instances) = instances.of_workers(
-            model,
-            key.world_size,
-            scope.workers(),
-            key.tokens.chunk_size,
-        ) else {
-            return early_exit("no_gpu_context");
+        let instances = match self.workers(key, scope) {
+            Ok(instances) => instances,
+            Err(reason) => return early_exit(reason),
         };
-        if let Some(unserved) = unserved(&instances) {
-            return early_exit(unserved.name());
-        }
         // After a restart its workers are unknown, and each retrieve would wait for a refused ping.
         let is_served = |it: &Instance| it.is_again || it.releases == caller.releases;
         if !caller.knows_chunk_size
@@ -270,6 +266,90 @@ impl Lookups {
         let covered = key.start / key.tokens.chunk_size.get() as u64;
         let covered = usize::try_from(covered).unwrap_or(usize::MAX);
         Ok((rows(scope, &instances), covered.min(chunks.end)..chunks.end))
+    }
+
+    /// Workers whose objects a key names, rank by rank.
+    ///
+    /// # Errors
+    /// There are none, or none that is served; the reason.
+    fn workers(
+        &self,
+        key: &CacheKey<'_, Prompt>,
+        scope: &KeyScope,
+    ) -> Result<Vec<Vec<Arc<Instance>>>, &'static str> {
+        let instances = self.context.instances.of_workers(
+            scope.model_name(),
+            key.world_size,
+            scope.workers(),
+            key.tokens.chunk_size,
+        );
+        let instances = instances.ok_or("no_gpu_context")?;
+        match unserved(&instances) {
+            Some(unserved) => Err(unserved.name()),
+            None => Ok(instances),
+        }
+    }
+
+    /// Finds objects by their keys and leases them until the session of the request ends. What L1 lacks comes from the tiers, as
+    /// far as it comes within `timeout`.
+    pub fn find(
+        &self,
+        caller: Caller,
+        key: &CacheKey<'_, Prompt>,
+        timeout: Duration,
+        mut reply: Reply,
+    ) {
+        let find = match self.object_find(caller, key) {
+            Ok(find) => find,
+            Err(reason) => {
+                self.held.forget(key.request_id, caller.connection);
+                let nothing = EngineAnswer::from(Response::Bits(Cow::default()));
+                return reply.answer(nothing.because(reason));
+            }
+        };
+        let (found, lookup) = find.in_l1(None);
+        find.count(&lookup);
+        let l2 = self.context.l2.as_ref();
+        let l2 = l2.filter(|_| lookup.hit_chunks < find.hashes.len() && !timeout.is_zero());
+        let Some(l2) = l2.cloned() else {
+            return reply.answer(find.answer(&found, lookup, Vec::new()));
+        };
+        if !reply.later() {
+            return;
+        }
+        let handle = l2.handle().clone();
+        let mut stopped = self.waits_ended.subscribe();
+        handle.spawn(async move {
+            tokio::select! {
+                answer = find.in_tiers(l2, lookup, timeout) => reply.answer(answer),
+                _ = stopped.wait_for(|stopped| *stopped) => {}
+            }
+        });
+    }
+
+    fn object_find(
+        &self,
+        caller: Caller,
+        key: &CacheKey<'_, Prompt>,
+    ) -> Result<ObjectFind, &'static str> {
+        let scope = self.context.short_scope(key).map_err(|_| "bad_key")?;
+        if !key.tokens.is_object_keys {
+            return Err("bad_key");
+        }
+        let workers = self.workers(key, &scope).inspect_err(|reason| {
+            let (model, salt) = (scope.model_name(), scope.cache_salt());
+            self.context.metrics.early_exit(model, salt, reason);
+        })?;
+        Ok(ObjectFind {
+            context: Arc::clone(&self.context),
+            held: Arc::clone(&self.held),
+            connection: caller.connection,
+            request_id: key.request_id.into(),
+            rows: rows(&scope, &workers),
+            scope,
+            hashes: key.tokens.hashes.as_slice().into(),
+            chunk_size: key.tokens.chunk_size.get(),
+        })
     }
 
     /// Asks the tiers for what L1 lacks; the result of the lookup waits for it.

@@ -18,7 +18,7 @@ use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;
 
 use super::super::context::Context;
-use super::super::instances::{Instance, rows};
+use super::super::instances::{GroupLayout, Instance, rows};
 use super::super::lookups::Lookups;
 use super::Transfers;
 use kvtier_store::l1::L1Allocator;
@@ -114,6 +114,10 @@ impl WorkerRange {
         instance: InstanceId,
         key: &CacheKey<'_, Prompt>,
     ) {
+        // A find leases until its session ends.
+        if key.tokens.is_object_keys {
+            return;
+        }
         lookups.held.release(
             instance,
             key.request_id,
@@ -139,7 +143,8 @@ impl WorkerRange {
 
     /// Leases of its own for a transfer, one per object group: all that the range needs, or nothing.
     ///
-    /// The lookup of the request must have found the range for a worker of this layout.
+    /// The lookup of the request must have found the range for a worker of this layout. Objects that are named by their keys need
+    /// no lookup.
     pub(super) fn lease(
         &self,
         transfers: &Transfers,
@@ -151,14 +156,21 @@ impl WorkerRange {
         }
         let hashes = &key.tokens.hashes;
         let layout = instance.layout.fingerprint;
-        let namespaces = transfers.lookups.held.grant(
-            key.request_id,
-            &self.scope,
-            self.kv_rank,
-            layout,
-            hashes,
-            self.chunks.clone(),
-        )?;
+        let namespaces = if key.tokens.is_object_keys {
+            let groups = instance.layout.groups.iter();
+            let namespace =
+                |group: &GroupLayout| self.scope.namespace(self.kv_rank, group.id, layout);
+            groups.map(namespace).collect()
+        } else {
+            transfers.lookups.held.grant(
+                key.request_id,
+                &self.scope,
+                self.kv_rank,
+                layout,
+                hashes,
+                self.chunks.clone(),
+            )?
+        };
         let groups = namespaces.iter().map(|namespace| {
             let id = namespace.object_group_id();
             let window = instance

@@ -398,6 +398,11 @@ const G6: &[OperationSpec] = &[
         Kind::PrepareRetrieve,
     ),
     row(19, CommitRetrieve, KEY_INSTANCE_PACKED, Kind::Bool),
+    named(
+        Find,
+        &[Field::Key(KeyForm::Full), Field::Timeout],
+        Kind::Bits,
+    ),
     named(NegotiateChunkSize, &[Field::ChunkAlignment], Kind::Int),
     named(
         ServerModuleAffinityCall,

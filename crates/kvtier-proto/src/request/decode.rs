@@ -68,6 +68,10 @@ pub(super) fn decode<'a, R: TokenReader>(
             let (key, tp_size) = p.key_and_size()?;
             Request::Lookup { key, tp_size }
         }
+        Operation::Find => Request::Find {
+            key: p.key()?,
+            timeout: p.value(Field::Timeout, Seconds::read)?,
+        },
         Operation::FreeLookupLocks => {
             let (key, tp_size) = p.key_and_size()?;
             Request::FreeLookupLocks {

@@ -115,7 +115,10 @@ fn write_field<T: TokenWriter>(
         (Request::NegotiateChunkSize { alignment }, Field::ChunkAlignment) => {
             wire::write_int(out, *alignment);
         }
-        (Request::WaitPrefetchStatus { timeout, .. }, Field::Timeout) => match timeout {
+        (
+            Request::WaitPrefetchStatus { timeout, .. } | Request::Find { timeout, .. },
+            Field::Timeout,
+        ) => match timeout {
             Seconds::Whole(seconds) => wire::write_int(out, *seconds),
             Seconds::Fraction(seconds) => wire::write_f64(out, *seconds),
         },

@@ -31,6 +31,7 @@ pub(super) fn read<'a>(
         ResponseKind::Text => Response::Text(reader.str()?.into()),
         ResponseKind::Texts => Response::Texts(reader.array_of(1, |text| Ok(text.str()?.into()))?),
         ResponseKind::Ints => Response::Ints(reader.ints()?),
+        ResponseKind::Bits => Response::Bits(reader.bin()?.into()),
         ResponseKind::Transfer => {
             pair(reader)?;
             Response::Transfer(Transfer {

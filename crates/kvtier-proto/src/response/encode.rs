@@ -26,6 +26,7 @@ pub(super) fn encode(response: &Response<'_>) -> Option<Vec<u8>> {
             }
         }
         Response::Ints(values) => write_ints(&mut out, values),
+        Response::Bits(bits) => wire::write_bin(&mut out, bits),
         Response::Transfer(transfer) => {
             wire::write_array_len(&mut out, 2);
             wire::write_bin(&mut out, &transfer.event_handle);

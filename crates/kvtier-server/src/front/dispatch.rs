@@ -30,6 +30,7 @@ pub(super) fn is_quick(operation: Operation) -> bool {
     matches!(
         operation,
         Operation::Lookup
+            | Operation::Find
             | Operation::QueryPrefetchStatus
             | Operation::WaitPrefetchStatus
             | Operation::FreeLookupLocks

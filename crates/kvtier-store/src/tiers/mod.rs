@@ -24,8 +24,9 @@ use std::time::Duration;
 
 use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_common::sync::{Mutex, RwLock};
-use kvtier_core::cache::{Cache, Extent, PrefixLease};
+use kvtier_core::cache::{Cache, Extent, PrefixLease, ReadLease};
 use kvtier_core::object_key::ObjectKey;
+use kvtier_core::prefetch::Cell;
 use kvtier_core::{ChunkHash, Namespace};
 use kvtier_l2::tier::{Deleted, Tier, TierConfig, TierEviction};
 use kvtier_l2::{Adapter, AdapterConfig, Buffer, L2Error};
@@ -386,6 +387,19 @@ impl L2 {
     ) -> Prefetched {
         let (l2, request) = (Arc::clone(self), Arc::clone(request));
         PromptPrefetch { l2, request }.run(cancelled).await
+    }
+
+    /// Brings those of these objects into L1 that a tier has, each for itself; returns what was loaded, and leases on what of them
+    /// L1 has.
+    pub async fn fetch(
+        self: &Arc<Self>,
+        request: &Arc<PrefetchRequest>,
+    ) -> (Vec<Cell>, Vec<ReadLease<L1Allocator>>) {
+        let (l2, request) = (Arc::clone(self), Arc::clone(request));
+        let mut holds = Vec::new();
+        let fetch = PromptPrefetch { l2, request };
+        let loaded = fetch.fetch(|| false, &mut holds).await;
+        (loaded, holds)
     }
 
     fn now(&self) -> Duration {

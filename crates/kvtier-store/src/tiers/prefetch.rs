@@ -45,6 +45,8 @@ pub struct PrefetchRequest {
     pub rows: Arc<[GroupRow]>,
     /// The chunks.
     pub hashes: Arc<[ChunkHash]>,
+    /// Whether each chunk is an object of its own, and not only worth its prefix.
+    pub is_object_keys: bool,
     /// Tokens of the chunks, if those that are loaded are to be announced.
     pub tokens: Option<Arc<ChunkTokens>>,
     /// What of its lookup is counted already.
@@ -113,8 +115,25 @@ impl PromptPrefetch {
     /// See [`L2::prefetch`].
     pub(super) async fn run(&self, cancelled: impl Fn() -> bool) -> Prefetched {
         let Self { l2, request } = self;
-        let asked_until = Instant::now() + l2.config().lookup_timeout;
         let mut holds = Vec::new();
+        let loaded = self.fetch(cancelled, &mut holds).await;
+        let lookup =
+            l2.cache
+                .lookup_again(l2.now(), &request.rows, &request.hashes, request.counted);
+        if let (Some(tokens), false) = (&request.tokens, loaded.is_empty()) {
+            l2.cache.announce(&request.rows, &request.hashes, tokens);
+        }
+        Prefetched { lookup, loaded }
+    }
+
+    /// Asks the tiers, and loads what they have; returns what was loaded. What is resident is held in `holds`.
+    pub(super) async fn fetch(
+        &self,
+        cancelled: impl Fn() -> bool,
+        holds: &mut Vec<ReadLease<L1Allocator>>,
+    ) -> Vec<Cell> {
+        let Self { l2, request } = self;
+        let asked_until = Instant::now() + l2.config().lookup_timeout;
         let mut loaded = Vec::new();
         let mut phase = l2.calls.queue();
         // A queue that does not move is the same as a tier that does not answer.
@@ -135,25 +154,19 @@ impl PromptPrefetch {
             } else {
                 l2.cache.capacity_for(&request.rows, &request.hashes)
             };
-            let hit = plan.hit_within(capacity, |len| l2.cache.footprint([len]));
-            let needed = plan.needed(hit).into_iter();
+            let needed = plan.needed_within(capacity, |len| l2.cache.footprint([len]));
+            let needed = needed.into_iter();
             let needed: Vec<_> = needed.map(|cell| (cell, sources.remove(&cell))).collect();
-            let beyond = plan.needed(plan.hit()).into_iter();
-            let beyond = beyond.filter(|cell| sources.contains_key(cell)).count();
+            let all = plan.needed_within(u64::MAX, |_| 1).into_iter();
+            let beyond = all.filter(|cell| sources.contains_key(cell)).count();
             self.count_refused(&vec![KeyOutcome::NoMemory; beyond]);
             if needed.iter().any(|(_, source)| source.is_some()) {
                 phase.is_now(PrefetchPhase::Load);
                 let load_until = Instant::now() + l2.config().load_timeout;
-                loaded = self.load(needed, load_until, &mut holds).await;
+                loaded = self.load(needed, load_until, holds).await;
             }
         }
-        let lookup =
-            l2.cache
-                .lookup_again(l2.now(), &request.rows, &request.hashes, request.counted);
-        if let (Some(tokens), false) = (&request.tokens, loaded.is_empty()) {
-            l2.cache.announce(&request.rows, &request.hashes, tokens);
-        }
-        Prefetched { lookup, loaded }
+        loaded
     }
 
     fn timed_out(&self, phase: PrefetchPhase) {
@@ -164,7 +177,12 @@ impl PromptPrefetch {
     async fn ask(&self, until: Instant) -> (PrefetchPlan, HashMap<Cell, Source>) {
         let Self { l2, request } = self;
         let chunks = request.hashes.len();
-        let mut plan = PrefetchPlan::new(Arc::clone(&request.rows), chunks);
+        let rows = Arc::clone(&request.rows);
+        let mut plan = if request.is_object_keys {
+            PrefetchPlan::of_each(rows, chunks)
+        } else {
+            PrefetchPlan::new(rows, chunks)
+        };
         let (salt, mut missing) = (request.scope.cache_salt(), chunks * request.rows.len());
         for (row, GroupRow { namespace, .. }) in request.rows.iter().enumerate() {
             let resident = l2.cache.contains(namespace, &request.hashes);
@@ -176,7 +194,12 @@ impl PromptPrefetch {
         l2.calls.metrics().l2.asked(salt, missing);
         let mut is_late = false;
         let mut sources = HashMap::new();
-        let (mut from, mut slice) = (0, FIRST_SLICE);
+        let mut slice = if request.is_object_keys {
+            LAST_SLICE
+        } else {
+            FIRST_SLICE
+        };
+        let mut from = 0;
         while from < chunks {
             let asked = from..from + slice;
             (from, slice) = (asked.end, LAST_SLICE.min(4 * slice));

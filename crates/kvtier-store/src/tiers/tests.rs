@@ -147,6 +147,7 @@ fn bed_of(
         scope,
         rows: [row].into(),
         hashes: [1, 2, 3].map(|byte| ChunkHash([byte; 32])).into(),
+        is_object_keys: false,
         tokens: Default::default(),
         counted: kvtier_core::cache::Counted::ALL,
         span: None,
