@@ -224,6 +224,7 @@ pub fn key(chunks: Range<u8>) -> CacheKey<'static, Prompt> {
             chunk_size: NonZeroUsize::MIN,
             hashes: chunks.map(|chunk| ChunkHash([chunk; 32])).collect(),
             tokens: Default::default(),
+            is_object_keys: false,
         },
         request_id: "request",
         cache_salt: "",

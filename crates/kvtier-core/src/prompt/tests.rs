@@ -24,6 +24,7 @@ fn plain(memory: &PromptMemory, count: usize, data: &[u8]) -> Result<(Prompt, us
             chunk_size: memory.hasher.chunk_size(),
             hashes,
             tokens: Default::default(),
+            is_object_keys: false,
         },
         consumed,
     ))

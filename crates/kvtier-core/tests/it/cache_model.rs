@@ -45,6 +45,7 @@ enum Op {
     EndPins(u64),
     Abort(Index),
     Lookup(Vec<(usize, Option<u32>)>, Vec<u32>),
+    Find(Vec<usize>, Vec<u32>),
     Claim(Index, usize, Range<usize>),
     ReleaseRange(Index, Range<usize>, Range<usize>),
     ReleasePrefix(Index),
@@ -84,6 +85,7 @@ fn op() -> impl Strategy<Value = Op> {
         2 => (0..9u64).prop_map(Op::EndPins),
         1 => which().prop_map(Op::Abort),
         5 => (vec((0..NAMESPACES, window), 0..4), chunks()).prop_map(|(r, c)| Op::Lookup(r, c)),
+        2 => (vec(0..NAMESPACES, 0..3), chunks()).prop_map(|(r, c)| Op::Find(r, c)),
         2 => (which(), 0..3usize, span(8)).prop_map(|(w, r, c)| Op::Claim(w, r, c)),
         2 => (which(), span(3), span(8)).prop_map(|(w, r, c)| Op::ReleaseRange(w, r, c)),
         3 => which().prop_map(Op::ReleasePrefix),
@@ -126,6 +128,15 @@ fn hashes_of(chunks: &[u32]) -> Vec<ChunkHash> {
 }
 
 type ModelRows = Vec<(usize, Vec<Option<Id>>)>;
+
+fn real_rows(rows: &[(usize, Option<u32>)]) -> Arc<[GroupRow]> {
+    let row = |&(namespace, window): &(usize, Option<u32>)| GroupRow {
+        namespace: Arc::clone(namespace_of(namespace)),
+        window,
+        object_bytes: 1,
+    };
+    rows.iter().map(row).collect()
+}
 
 struct Both {
     cache: Cache<FirstFit>,
@@ -243,6 +254,7 @@ impl Both {
                 }
             }
             Op::Lookup(rows, chunks) => self.lookup(&rows, &chunks),
+            Op::Find(rows, chunks) => self.find(&rows, &chunks),
             Op::Claim(which, row, span) => self.claim(&which, row, span),
             Op::ReleaseRange(which, rows, span) => self.release_range(&which, &rows, &span),
             Op::ReleasePrefix(which) => {
@@ -398,16 +410,35 @@ impl Both {
         self.reads.push((lease, ids));
     }
 
+    /// Windows are of no account to a find.
+    fn find(&mut self, rows: &[usize], chunks: &[u32]) {
+        let windows = rows.iter().map(|&namespace| (namespace, Some(1)));
+        let real = real_rows(&windows.collect::<Vec<_>>());
+        let (found, lookup) = self.cache.find(NOW, &real, &hashes_of(chunks), None);
+        let resident = |namespace: &usize, chunk: &u32| {
+            let id = self.model.resident.get(&(*namespace, *chunk));
+            id.copied()
+        };
+        let is_found =
+            |chunk: &u32| !rows.is_empty() && rows.iter().all(|row| resident(row, chunk).is_some());
+        for (position, chunk) in chunks.iter().enumerate() {
+            assert_eq!(found.get(position), is_found(chunk), "{position}");
+        }
+        let hits: Vec<_> = chunks.iter().filter(|chunk| is_found(chunk)).collect();
+        assert_eq!(lookup.hit_chunks, hits.len());
+        let of_row = |row: &usize| {
+            let ids = hits.iter().map(|chunk| resident(row, chunk));
+            (0, ids.collect::<Vec<_>>())
+        };
+        let model_rows: ModelRows = rows.iter().map(of_row).collect();
+        for id in model_rows.iter().flat_map(|(_, ids)| ids.iter().flatten()) {
+            self.model.lease(*id);
+        }
+        self.prefixes.push((lookup.lease, model_rows));
+    }
+
     fn lookup(&mut self, rows: &[(usize, Option<u32>)], chunks: &[u32]) {
-        let real: Vec<_> = rows
-            .iter()
-            .map(|&(namespace, window)| GroupRow {
-                namespace: Arc::clone(namespace_of(namespace)),
-                window,
-                object_bytes: 1,
-            })
-            .collect();
-        let found = self.cache.lookup(NOW, &real.into(), &hashes_of(chunks));
+        let found = self.cache.lookup(NOW, &real_rows(rows), &hashes_of(chunks));
         let (hit, model_rows) = self.model.lookup(rows, chunks);
         assert_eq!(found.hit_chunks, hit);
         for (row, (start, ids)) in model_rows.iter().enumerate() {

@@ -175,6 +175,10 @@ fn request<'a>(
             key: key(),
             tp_size: ints[1],
         },
+        Operation::Find => Request::Find {
+            key: key(),
+            timeout: Seconds::Whole(ints[1]),
+        },
         Operation::FreeLookupLocks => Request::FreeLookupLocks {
             key: key(),
             tp_size: ints[1],

@@ -196,13 +196,10 @@ fn args_json(request: &Request<'_, Vec<u32>>) -> Vec<Value> {
         Request::QueryPrefetchStatus { job } | Request::QueryPrefetchLookupHits { job } => {
             vec![job_json(job)]
         }
-        Request::WaitPrefetchStatus { job, timeout } => vec![
-            job_json(job),
-            match timeout {
-                Seconds::Whole(seconds) => json!(seconds),
-                Seconds::Fraction(seconds) => json!(seconds),
-            },
-        ],
+        Request::WaitPrefetchStatus { job, timeout } => {
+            vec![job_json(job), seconds_json(*timeout)]
+        }
+        Request::Find { key, timeout } => vec![key_json(key), seconds_json(*timeout)],
         Request::EndSession { request_id } => vec![json!(request_id)],
         Request::RegisterEngineDriven(context) => vec![context_json(context)],
         Request::PrepareStore {
@@ -300,6 +297,13 @@ fn args_json(request: &Request<'_, Vec<u32>>) -> Vec<Value> {
             "struct": "ServerModuleCallRequest",
             "fields": {"method": method, "payload": hex_json(payload)},
         })],
+    }
+}
+
+fn seconds_json(seconds: Seconds) -> Value {
+    match seconds {
+        Seconds::Whole(seconds) => json!(seconds),
+        Seconds::Fraction(seconds) => json!(seconds),
     }
 }
 

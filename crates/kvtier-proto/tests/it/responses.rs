@@ -127,6 +127,7 @@ fn response_json(response: &Response<'_>) -> Value {
         Response::Text(text) => json!(text),
         Response::Texts(texts) => json!(texts),
         Response::Ints(values) => json!(values),
+        Response::Bits(bits) => hex_json(bits),
         Response::Transfer(transfer) => json!([hex_json(&transfer.event_handle), transfer.ok]),
         Response::EngineDriven(pool) => json!({
             "dataclass": "RegisterEngineDrivenContextResponse",

@@ -21,6 +21,7 @@ mod leases;
 mod log;
 mod metrics;
 mod newer_clients;
+mod objects;
 mod older_clients;
 mod order;
 mod peers;
