@@ -270,6 +270,15 @@ impl ForeignSegment {
         self.check()
     }
 
+    /// Copies the bytes from `offset` on to `to`, which has any bytes on error.
+    ///
+    /// # Errors
+    /// [`AccessError::OutOfBounds`], [`AccessError::Poisoned`].
+    pub fn read(&self, offset: u64, to: &mut [u8]) -> Result<(), AccessError> {
+        self.mapping.read(offset, to)?;
+        self.check()
+    }
+
     /// Appends `len` bytes from `offset` to `buffer`, which stays as it was on error.
     ///
     /// # Errors

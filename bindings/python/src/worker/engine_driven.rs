@@ -305,19 +305,15 @@ impl ChunkSource for TransferPages<'_> {
 }
 
 impl ChunkSink for TransferPages<'_> {
-    fn write(&mut self, chunk: usize, bytes: &[u8]) -> Result<(), ClientError> {
-        let expected = self.pages.chunk_bytes();
-        if bytes.len() as u64 != expected {
-            return Err(abandoned(format!(
-                "chunk {chunk} has {} bytes; a chunk has {expected}",
-                bytes.len()
-            )));
-        }
+    fn write<R>(&mut self, chunk: usize, read: R) -> Result<(), ClientError>
+    where
+        R: FnMut(u64, &mut [u8]) -> Result<(), ClientError>,
+    {
         let scattered = self
             .pages
-            .scatter(&self.blocks, chunk, self.transfer.skip, bytes);
+            .scatter(&self.blocks, chunk, self.transfer.skip, read);
         scattered.map_err(|error| match error {
-            CopyError::Other(never) => match never {},
+            CopyError::Other(error) => error,
             CopyError::Closed => abandoned("the worker was dropped"),
             CopyError::Plan(error) => abandoned(error.to_string()),
         })

@@ -2,8 +2,6 @@
 //!
 //! The lock guards whether the pages exist and is shared while a chunk is copied; no other is acquired inside.
 
-use std::convert::Infallible;
-
 use kvtier_common::sync::RwLock;
 use kvtier_device::{BlockTable, ChunkRequest, KvLayout, PlanError, PlannedCopy};
 
@@ -110,14 +108,15 @@ impl Pages {
         })
     }
 
-    /// Writes a chunk's bytes into its pages, except the pages of the first `skip_tokens` of the request's range.
-    pub fn scatter(
+    /// Has `read` write every piece of a chunk, given its offset in the chunk, except the pages of the first `skip_tokens` of the
+    /// request's range.
+    pub fn scatter<E>(
         &self,
         blocks: &BlockTable,
         chunk: usize,
         skip_tokens: u64,
-        bytes: &[u8],
-    ) -> Result<(), CopyError<Infallible>> {
+        mut read: impl FnMut(u64, &mut [u8]) -> Result<(), E>,
+    ) -> Result<(), CopyError<E>> {
         let request = ChunkRequest {
             object_group: 0,
             chunk,
@@ -130,12 +129,10 @@ impl Pages {
         request.visit_copies(&self.layout, blocks, |planned| {
             let memory = self.memories[planned.memory];
             each_run(planned, |page, object, len| {
-                let from = &bytes[object as usize..(object + len) as usize];
                 let to = memory.locate(page, len);
-                // SAFETY: inside the memory, as long as the slice, and no part of it: the engine reads no block that
-                // is being loaded.
-                unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) };
-                Ok(())
+                // SAFETY: inside the memory; the engine neither reads nor writes blocks that are being loaded.
+                let to = unsafe { std::slice::from_raw_parts_mut(to, len as usize) };
+                read(object, to).map_err(CopyError::Other)
             })
         })
     }

@@ -245,7 +245,10 @@ impl EngineDrivenWorker {
         take: impl FnMut(u64, &[u8]),
     ) -> Result<Option<Retrieved>, ClientError> {
         let chunks = self.chunks_of(&range)?;
-        let mut sink = Sink(take);
+        let mut sink = Sink {
+            take,
+            chunk: vec![0; self.chunk_bytes()],
+        };
         let retrieval = self.transfer(prompt, range, request_id, |transfer, server| {
             transfer.retrieve(server, &mut sink)
         })?;
@@ -323,11 +326,18 @@ impl<B: AsRef<[u8]>, F: FnMut(u64) -> B> ChunkSource for Source<F> {
 }
 
 /// Chunks of a retrieve, for a function.
-struct Sink<F>(F);
+struct Sink<F> {
+    take: F,
+    chunk: Vec<u8>,
+}
 
 impl<F: FnMut(u64, &[u8])> ChunkSink for Sink<F> {
-    fn write(&mut self, chunk: usize, bytes: &[u8]) -> Result<(), ClientError> {
-        (self.0)(chunk as u64, bytes);
+    fn write<R>(&mut self, chunk: usize, mut read: R) -> Result<(), ClientError>
+    where
+        R: FnMut(u64, &mut [u8]) -> Result<(), ClientError>,
+    {
+        read(0, &mut self.chunk)?;
+        (self.take)(chunk as u64, &self.chunk);
         Ok(())
     }
 }

@@ -46,11 +46,13 @@ pub trait ChunkSource {
 
 /// The pages of a retrieve. Chunks are counted from the start of its range.
 pub trait ChunkSink {
-    /// Writes the bytes of a chunk into its pages.
+    /// Writes the bytes of a chunk into its pages: `read` copies those at an offset of the chunk, in any order.
     ///
     /// # Errors
-    /// Why the chunk cannot be written.
-    fn write(&mut self, chunk: usize, bytes: &[u8]) -> Result<(), ClientError>;
+    /// Those of `read`, and why the chunk cannot be written.
+    fn write<R>(&mut self, chunk: usize, read: R) -> Result<(), ClientError>
+    where
+        R: FnMut(u64, &mut [u8]) -> Result<(), ClientError>;
 }
 
 /// The server of a transfer.
@@ -378,14 +380,13 @@ impl EngineDrivenTransfer<'_> {
             return Ok(Retrieval::PoolNotMapped);
         };
         self.check_count(slots.len())?;
-        let mut bytes = Vec::new();
         for (chunk, slot) in slots.iter().enumerate() {
             self.format.check_slot(Operation::PrepareRetrieve, slot)?;
             server.check()?;
-            bytes.clear();
-            pool.read_into(slot.offset, slot.length, &mut bytes)
-                .map_err(|error| pool_error(pool, &error))?;
-            sink.write(chunk, &bytes)?;
+            sink.write(chunk, |offset, to| {
+                pool.read(slot.offset.saturating_add(offset), to)
+                    .map_err(|error| pool_error(pool, &error))
+            })?;
         }
         Ok(Retrieval::Complete)
     }
@@ -420,7 +421,10 @@ impl EngineDrivenTransfer<'_> {
                     &gathered
                 }
             };
-            sink.write(chunk, bytes)?;
+            sink.write(chunk, |offset, to| {
+                to.copy_from_slice(&bytes[offset as usize..][..to.len()]);
+                Ok(())
+            })?;
         }
         Ok(Retrieval::Complete)
     }
