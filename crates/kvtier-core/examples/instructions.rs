@@ -178,7 +178,7 @@ fn main() {
     };
     match scenario.as_str() {
         // All chunks resident: hold and release them.
-        "lookup" => {
+        "lookup" | "find" => {
             let prompt = hashes(0);
             store(&prompt);
             let rows = [GroupRow {
@@ -188,7 +188,12 @@ fn main() {
             }]
             .into();
             for _ in 0..rounds {
-                assert_eq!(cache.lookup(now, &rows, &prompt).hit_chunks, CHUNKS);
+                let found = if scenario == "find" {
+                    cache.find(now, &rows, &prompt, None).1
+                } else {
+                    cache.lookup(now, &rows, &prompt)
+                };
+                assert_eq!(found.hit_chunks, CHUNKS);
             }
         }
         // A full cache: each object evicts one.

@@ -39,21 +39,19 @@ impl LookupBatch {
         let Self { holds, namespaces } = self;
         namespaces.extend(rows.iter().map(|row| state.namespaces.find(&row.namespace)));
         let mut hit = 0;
-        for (position, hash) in hashes.iter().enumerate() {
+        let asked = if rows.is_empty() { &[] } else { hashes };
+        'each: for (position, hash) in asked.iter().enumerate() {
             for (hold, namespace) in holds.iter_mut().zip(&*namespaces) {
-                let Some(number) = namespace.and_then(|namespace| state.find(namespace, hash))
-                else {
-                    break;
+                let number = namespace.and_then(|namespace| state.find(namespace, hash));
+                let Some(number) = number else {
+                    // What one row lacks, none is to hold.
+                    holds.iter_mut().for_each(|hold| hold.slots.truncate(hit));
+                    continue 'each;
                 };
                 hold.slots.push(state.slab.reference(number));
             }
-            // What some row lacks is in none of the holds.
-            let is_found = !rows.is_empty() && holds.iter().all(|hold| hold.slots.len() > hit);
-            if is_found {
-                found.set(position);
-                hit += 1;
-            }
-            holds.iter_mut().for_each(|hold| hold.slots.truncate(hit));
+            found.set(position);
+            hit += 1;
         }
         for reference in holds.iter().flat_map(|hold| &hold.slots) {
             state.lease(reference.slot);
