@@ -7,8 +7,11 @@
 use super::payload::Payload;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::response::{
-    EngineDriven, PrepareRetrieve, PrepareStore, Response, ResponseKind, StoreTarget, UnifiedLookup,
+    EngineDriven, PrepareRetrieve, PrepareStore, Response, ResponseKind, StoreTarget,
 };
+
+/// Version of the blending protocol of LMCache 0.5.6.
+const BLEND_VERSION: i64 = 1;
 
 /// What goes back to a client.
 #[derive(Debug, PartialEq)]
@@ -88,14 +91,16 @@ impl EngineAnswer {
             Operation::StoreQ | Operation::CbRetrievePreComputed => {
                 Self::from(Response::transfer(&[][..], false)).because(reason)
             }
-            Operation::CbUnifiedLookup => {
-                let none = UnifiedLookup {
-                    prefix_coverage_tokens: 0,
-                    non_prefix_segments: Vec::new(),
-                    segmented_prefix_segments: Vec::new(),
-                };
-                Self::from(Response::UnifiedLookup(none)).because(reason)
+            // A client that blends goes on without it.
+            Operation::CbProtocolHandshake => Self::from(Response::Handshake {
+                version: BLEND_VERSION,
+                compatible: false,
+            })
+            .because(reason),
+            Operation::CbRegisterRope | Operation::CbUnregisterRope => {
+                Self::nothing().because(reason)
             }
+            Operation::CbReorderPlan => Self::from(Response::Ints(Vec::new())).because(reason),
             operation => Self::error(
                 format!("{} is not served by kvtier", operation.name()),
                 reason,

@@ -31,7 +31,7 @@ use kvtier_core::{ChunkHash, GroupRow, Namespace};
 use kvtier_observe::trace::{LookupResult, TraceParent, TracedSession};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::JobRef;
-use kvtier_proto::response::Response;
+use kvtier_proto::response::{Response, UnifiedLookup};
 use kvtier_proto::{keep_seconds, peer, skip_load, traceparent};
 use kvtier_store::tiers::{L2, PrefetchRequest};
 use tokio::sync::watch;
@@ -422,6 +422,35 @@ impl Lookups {
             // A number that no lookup has, or whose lookup has ended.
             JobRef::Job(_) => EngineAnswer::from(Response::Int(0)),
         }
+    }
+
+    /// A lookup and its result in one request, which is repeated while the tiers are asked: the lookup of a client that blends. There
+    /// are no segments, so such a client has the prefix.
+    pub fn unified(
+        &self,
+        caller: Caller,
+        key: &CacheKey<'_, Prompt>,
+        tp_size: i64,
+    ) -> EngineAnswer {
+        let outcome = || self.held.take_outcome(key.request_id, caller.connection);
+        let found = match outcome() {
+            LookupOutcome::Unknown => {
+                self.lookup(caller, key, tp_size);
+                outcome()
+            }
+            known => known,
+        };
+        let chunks = match found {
+            LookupOutcome::Pending(_) => return EngineAnswer::nothing(),
+            LookupOutcome::Unknown => 0,
+            LookupOutcome::Hit(chunks) => chunks,
+        };
+        let tokens = chunks * key.tokens.chunk_size.get();
+        EngineAnswer::from(Response::UnifiedLookup(UnifiedLookup {
+            prefix_coverage_tokens: i64::try_from(tokens).unwrap_or(i64::MAX),
+            non_prefix_segments: Vec::new(),
+            segmented_prefix_segments: Vec::new(),
+        }))
     }
 
     /// Result of a lookup without taking it: the next question receives it again.

@@ -4,6 +4,7 @@
 #![expect(clippy::unwrap_used, reason = "test")]
 
 mod answers;
+mod blend;
 mod captures;
 mod checksums;
 mod dashboard;
