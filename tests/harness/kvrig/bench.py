@@ -3,10 +3,15 @@
 The tool exits with 0 even when its checks fail, so its lines are what counts.
 """
 
+import functools
+import json
 import os
 import re
+import select
+import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,19 +53,36 @@ class Report:
         return found
 
 
+@functools.cache
+def forks(release):
+    """The process that runs the tool of `release`, else the installed one; it ends with this one."""
+    env = dict(os.environ, LMCACHE_TRACK_USAGE="false", LMCACHE_DISABLE_BANNER="1", LMCACHE_LOG_LEVEL="WARNING")
+    if release:
+        env["PYTHONPATH"] = str(HOME / "clients" / release)
+    return subprocess.Popen(
+        # Without the script's folder, whose modules have names of others.
+        [sys.executable, "-P", str(Path(__file__).parent / "bench_forks.py")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
 def run(server, transfer_mode, spec, start, count, tokens, flags=(), interval=0.0, timeout=90, release=None):
     """Run the tool on sequences [start, start+count) of `tokens` tokens each; that of `release`, else the installed one."""
-    command = [
-        str(Path(sys.prefix) / "bin" / "lmcache"), "bench", "server", "--mode", "cpu",
+    arguments = [
+        "bench", "server", "--mode", "cpu",
         "--rpc-url", server.url, "--url", server.http, "--transfer-mode", transfer_mode,
         "--interval", str(interval), "--num-tokens", str(tokens - 1), "--kvcache-shape-spec", spec,
         "--start", str(start), "--end", str(start + count), *flags,
     ]  # fmt: skip
-    env = dict(os.environ, LMCACHE_TRACK_USAGE="false", LMCACHE_DISABLE_BANNER="1", LMCACHE_LOG_LEVEL="WARNING")
-    if release:
-        env["PYTHONPATH"] = str(HOME / "clients" / release)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
-    report = Report(done.stdout + done.stderr, done.returncode)
+    tool = forks(release)
+    with tempfile.NamedTemporaryFile("r", errors="replace") as output:
+        tool.stdin.write(json.dumps([arguments, output.name]) + "\n")
+        tool.stdin.flush()
+        if not select.select([tool.stdout], [], [], timeout)[0]:
+            os.killpg(tool.pid, signal.SIGKILL)
+            forks.cache_clear()
+            raise subprocess.TimeoutExpired(arguments, timeout, output.read())
+        report = Report(output.read(), int(tool.stdout.readline()))
     for line in report.output.splitlines():
         read_line(line, report.sequences)
     return report
