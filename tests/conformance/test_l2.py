@@ -281,18 +281,18 @@ def test_new_data_at_speed_is_never_refused(serve, engines, tmp_path, mode):
 
     L1's memory is held while it is written to the tier, yet every store succeeds, and the newest data is there.
     """
-    # 1.5 MiB per chunk, 6 MiB per prompt; L1 has capacity for 42 of the 90.
+    # 1.5 MiB per chunk, 6 MiB per prompt; L1 has capacity for 21 of the 45.
     huge = [Group(layout("kv_first_nhd", heads=32, size=256))]
-    server = serve(mode, l1_gb=0.25, flags=tiers.fs(tmp_path / "tier"))
+    server = serve(mode, l1_gb=0.125, flags=tiers.fs(tmp_path / "tier"))
     engine = engines(server, groups=huge)
-    for seed in range(90):
+    for seed in range(45):
         engine.worker.fill(engine.blocks_for(64), seed)
         engine.store_prompt(tiers.tokens(64, seed))
     assert tiers.metric(server, "lmcache_mp_l1_allocation_failure_chunks_total") == 0
-    assert tiers.metric(server, "kvtier_l1_evicted_chunks_total") > 100, "else there was no pressure"
+    assert tiers.metric(server, "kvtier_l1_evicted_chunks_total") > 50, "else there was no pressure"
     controller = tiers.settled(server, 120)
     found = []
-    for seed in reversed(range(90)):
+    for seed in reversed(range(45)):
         prompt = tiers.tokens(64, seed)
         request, hit = engine.lookup(prompt)
         found.append(hit)
@@ -302,6 +302,6 @@ def test_new_data_at_speed_is_never_refused(serve, engines, tmp_path, mode):
             assert engine.worker.retrieve(request, prompt, 0, hit, blocks).ok
             assert all((layer == seed).all() for layer in engine.worker.read(blocks)), f"prompt {seed}: other bytes"
         engine.end(request)
-    assert found[:20] == [64] * 20, "the newest"
-    assert controller["dropped_objects"] or found == [64] * 90, found
+    assert found[:10] == [64] * 10, "the newest"
+    assert controller["dropped_objects"] or found == [64] * 45, found
     assert tiers.metric(server, "lmcache_mp_l1_allocation_failure_chunks_total") == 0

@@ -197,8 +197,8 @@ CURRENT = "0.5.6"
 # differ in one of these share nothing, by the server's design. Engine-driven workers of 0.4.6 pickle their chunks, all
 # others use the pool.
 SHARING = {
-    ("gpu", "lmcache_driven"): ["0.4.2", "0.4.3", "0.4.4", "0.5.5", CURRENT],
-    ("cpu", "lmcache_driven"): ["0.4.7", "0.5.1", "0.5.2", CURRENT, "0.5.7rc2"],
+    ("gpu", "lmcache_driven"): ["0.4.2", "0.5.5", CURRENT],
+    ("cpu", "lmcache_driven"): ["0.4.7", CURRENT, "0.5.7rc2"],
     ("cpu", "engine_driven"): ["0.4.6", "0.4.7", CURRENT, "0.5.7rc2"],
 }
 
