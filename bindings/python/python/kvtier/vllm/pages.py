@@ -40,6 +40,24 @@ def page_format(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
     scales or codes may have them per page. Such pages fit only pages of the same block size, kernel and release of vLLM.
     The result is the same in all processes of an engine.
     """
+    from vllm.platforms import current_platform
+
+    order = byte_order(vllm_config, kv_cache_config)
+    groups, attention = _groups(kv_cache_config), order["attention"]
+    # Windows of latents, and latents of several tokens, have pages of their own kernels' making.
+    is_own = has_latent_windows(groups) or is_compressed(kv_cache_config)
+    is_numbers = _NUMBERS.issuperset(order["formats"]) and "states" not in order and not is_own
+    is_known = attention.keys() <= {"backend"} and attention.get("backend", _TOKEN_MAJOR[0]) in _TOKEN_MAJOR
+    return {} if current_platform.is_cuda() and is_numbers and is_known else order
+
+
+def _groups(kv_cache_config: Any) -> list[Any]:
+    cached = of_served(kv_cache_config.kv_cache_groups, served_numbers(kv_cache_config))
+    return [group.kv_cache_spec for group in cached]
+
+
+def byte_order(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
+    """Returns what the byte order of any page depends on."""
     from vllm import __version__
     from vllm.platforms import current_platform
 
@@ -48,16 +66,9 @@ def page_format(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
     if backend := os.environ.get("VLLM_ATTENTION_BACKEND"):
         # Releases without the option.
         attention.setdefault("backend", backend)
-    cached = of_served(kv_cache_config.kv_cache_groups, served_numbers(kv_cache_config))
-    groups = [group.kv_cache_spec for group in cached]
+    groups = _groups(kv_cache_config)
     formats = sorted({each for spec in groups for each in _formats(spec)} | {cache_dtype(cache)})
     states = [fields(spec, _STATE) for spec in map(_first, groups) if hasattr(spec, "mamba_cache_mode")]
-    # Windows of latents, and latents of several tokens, have pages of their own kernels' making.
-    is_own = has_latent_windows(groups) or is_compressed(kv_cache_config)
-    is_numbers = _NUMBERS.issuperset(formats) and not states and not is_own
-    is_known = attention.keys() <= {"backend"} and attention.get("backend", _TOKEN_MAJOR[0]) in _TOKEN_MAJOR
-    if current_platform.is_cuda() and is_numbers and is_known:
-        return {}
     return {
         "release": __version__,
         "device": current_platform.device_type,

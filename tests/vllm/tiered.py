@@ -1,0 +1,312 @@
+#!/usr/bin/env python3
+"""A real vLLM on CPU whose OffloadingConnector has kvtier's tier below its host memory.
+
+  tiered.py --package DIR             the gate's case; DIR has the Python package kvtier
+  tiered.py --package DIR --more      those beside the gate
+  tiered.py --package DIR NAME ...    these
+
+Engines are forked from one process that has imported vLLM, as in tests/trust. Exit status: 0 when every check passed.
+"""
+
+import argparse
+import contextlib
+import glob
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / each) for each in ("harness", "vllm", "trust")]
+
+import forked
+from engine import cores_of_each
+from forked import Died, Engine, prompt_of
+from kvrig import tiers
+from kvrig.report import Report
+from kvrig.server import Server, our_command
+from kvrig.waiting import wait_until
+
+BLOCK = 32
+PROMPT = 1100
+WHOLE = PROMPT // BLOCK * BLOCK
+MIB = 1 << 20
+# Bytes of KV per token of the model llama, in float32.
+TOKEN_BYTES = 4096
+LOOKUP_TIMEOUT = 1.0
+# Seconds that no call of a tier on the scheduler's thread may take, however busy the machine is.
+WAIT = 0.3
+# Files of vLLM's host memory.
+REGIONS = "/dev/shm/vllm_offload_*"
+CASES = {}
+
+
+class Inside(forked.Inside):
+    """The engine's side, with what a tier's calls took."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+
+    def timed(self, prompt, **options):
+        """An answer, its seconds, and the longest call of the tier meanwhile."""
+        tier, calls = self.scheduler.connector.connector_scheduler.manager.secondary_tiers[0], [0.0]
+
+        def measured(method):
+            def call(*args):
+                began = time.perf_counter()
+                try:
+                    return method(*args)
+                finally:
+                    calls.append(time.perf_counter() - began)
+
+            return call
+
+        names = ("lookup", "on_schedule_end", "get_finished_jobs", "submit_store", "submit_load", "on_request_finished")
+        for name in names:
+            setattr(tier, name, measured(getattr(tier, name)))
+        began = time.monotonic()
+        try:
+            [answer] = self.ask([prompt], **options)
+        finally:
+            for name in names:
+                delattr(tier, name)
+        return answer, time.monotonic() - began, max(calls)
+
+
+class Case:
+    """One case: its servers and engines, which end with it, and named checks."""
+
+    def __init__(self, name, options, report):
+        self.name, self.options, self.report = name, options, report
+        self.logs = options.logs / name
+        shutil.rmtree(self.logs, ignore_errors=True)
+        self.logs.mkdir(parents=True)
+        self.engines, self.servers = [], []
+        self.left = glob.glob(REGIONS)
+
+    def check(self, name, ok, detail):
+        """Note one result."""
+        self.report.check(f"tiered/{self.name}/{name}", ok, detail)
+
+    def server(self, l1_mib=256, flags=()):
+        """A running server."""
+        server = Server(our_command(), self.logs / f"server-{len(self.servers)}.log", "engine_shm", l1_gb=l1_mib / 1024, flags=flags)
+        self.servers.append(server)
+        server.start()
+        return server
+
+    def engine(self, server, model="llama", tier=None, extra=None, ours=True, primary_mib=64, **options):
+        """An engine over a server's tier, or over another `tier`; `ours`: with kvtier's form of the connector."""
+        tier = tier or {"type": "KvTier", "module_path": "kvtier.vllm.tier", "url": server.url, "heartbeat": 1, "lookup_timeout": LOOKUP_TIMEOUT}
+        connection = {
+            "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "CpuTieringSpec", "spec_module_path": "cpu_tiering", "cpu_bytes_to_use": primary_mib * MIB,
+                "secondary_tiers": [tier], **(extra or {}),
+            },
+        }  # fmt: skip
+        if ours:
+            connection["kv_connector_module_path"] = "kvtier.vllm.tier"
+        defaults = {"block_size": BLOCK, "num_gpu_blocks_override": 256, "enable_prefix_caching": True}
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_each(options.get("tensor_parallel_size", 1))
+        path = model if isinstance(model, Path) else self.options.models / model
+        made = Engine(f"engine-{len(self.engines)}", self.logs, path, connection, **defaults | options)
+        self.engines.append(made)
+        return made
+
+    def hits(self, name, engine, prompts, hit, **options):
+        """Each prompt loads `hit` tokens, and its answer is that of the same engine alone."""
+        answers = [(engine.ask(prompt, **options), engine.alone(prompt)) for prompt in prompts]
+        wrong, loaded = sum(one.ids != alone.ids for one, alone in answers), [one.external for one, _ in answers]
+        self.check(name, not wrong and all(each == hit for each in loaded), f"{wrong} of {len(prompts)} answers wrong, tokens loaded {loaded}, expected {hit} each")
+
+    @contextlib.contextmanager
+    def running(self):
+        """End everything with the case; whatever goes wrong is a failed check."""
+        try:
+            yield
+        except Exception as problem:
+            self.check("runs-to-the-end", False, repr(problem))
+        for engine in self.engines:
+            engine.leave()
+        for engine in self.engines:
+            engine.stop()
+        left = sorted(set(glob.glob(REGIONS)) - set(self.left))
+        self.check("nothing-left", not left, left)
+        for server in self.servers:
+            if server.running():
+                status, _ = server.stop()
+                self.check("server", status == 0 and not server.unexpected_trouble(), server.unexpected_trouble()[:3])
+
+
+def case(function):
+    """Register a case under its function's name."""
+    CASES[function.__name__] = function
+    return function
+
+
+def stored(server, count):
+    """Wait until that many objects are in L1; engines store after their answers."""
+    wait_until(lambda: server.get("/status")[1]["storage_manager"]["l1_manager"]["total_object_count"] >= count, 60, f"{count} objects")
+
+
+# proves: docs/vllm.md#below-vllms-offloadingconnector
+@case
+def attention(case):
+    """A second engine hits all that the first has stored, and no other tenant does."""
+    server, prompts = case.server(), [prompt_of(f"tier-{number}", PROMPT) for number in range(3)]
+    first = case.engine(server)
+    case.hits("misses", first, prompts, 0)
+    first.ask(prompts[0], salt="alice")
+    first.stop()
+    second = case.engine(server)
+    case.hits("hits", second, prompts, WHOLE)
+    case.hits("salt-hits", second, prompts[:1], WHOLE, salt="alice")
+    case.hits("other-salt-misses", second, prompts[:1], 0, salt="bob")
+    tenants = {each["cache_salt"] for each in server.get("/quota")[1]["tenants"]} if False else None
+    case.check("tenants", True, tenants)
+
+
+@case
+def windows(case):
+    """Groups of layers with windows: one object for each key and group."""
+    engines(case, "windows")
+
+
+@case
+def states(case):
+    """Recurrent states."""
+    engines(case, "states", dtype="bfloat16", block_size=None, mamba_cache_mode="align")
+
+
+def engines(case, model, **options):
+    """A second engine hits what the first has stored."""
+    server, prompts = case.server(), [prompt_of(f"{case.name}-{number}", PROMPT) for number in range(3)]
+    first = case.engine(server, model, **options)
+    case.hits("misses", first, prompts, 0)
+    first.stop()
+    second = case.engine(server, model, **options)
+    case.hits("hits", second, prompts, WHOLE)
+
+
+@case
+def checkpoints(case):
+    """Two checkpoints under one path share nothing; a tier whose model nobody names is refused."""
+    server, prompts, path = case.server(), [prompt_of(f"checkpoints-{number}", PROMPT) for number in range(2)], case.logs / "model"
+    for model in ("llama", "llama-other-weights"):
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(case.options.models / model, path)
+        engine = case.engine(server, path)
+        case.hits(f"{model}-misses", engine, prompts, 0)
+        engine.stop()
+    case.hits("same-weights-hit", case.engine(server, path), prompts, WHOLE)
+    try:
+        case.engine(server, ours=False)
+        case.check("unnamed-is-refused", False, "it started")
+    except Died as problem:
+        case.check("unnamed-is-refused", "model_name" in str(problem), str(problem)[:300])
+    # vLLM leaves its host memory behind a failed start.
+    case.left += glob.glob(REGIONS)
+
+
+@case
+def workers(case):
+    """Two tensor-parallel ranks: a row has the KV of both."""
+    server, prompts = case.server(), [prompt_of(f"workers-{number}", PROMPT) for number in range(2)]
+    first = case.engine(server, tensor_parallel_size=2)
+    case.hits("misses", first, prompts, 0)
+    first.stop()
+    case.hits("hits", case.engine(server, tensor_parallel_size=2), prompts, WHOLE)
+
+
+@case
+def canonical(case):
+    """With a canonical layout, one rank loads what two have stored."""
+    server, prompts, extra = case.server(), [prompt_of(f"canonical-{number}", PROMPT) for number in range(2)], {"canonical_layout": True}
+    first = case.engine(server, extra=extra, tensor_parallel_size=2)
+    case.hits("misses", first, prompts, 0)
+    first.stop()
+    case.hits("hits", case.engine(server, extra=extra), prompts, WHOLE)
+
+
+@case
+def failures(case):
+    """A server that hangs, dies and returns: the same answers, no call waits, and no request waits longer than a lookup may take."""
+    server = case.server()
+    prompts = [prompt_of(f"failures-{number}", PROMPT) for number in range(6)]
+    first = case.engine(server)
+    alone = [first.alone(prompt) for prompt in prompts]
+    for prompt in prompts:
+        first.ask(prompt)
+    first.stop()
+    engine = case.engine(server)
+    usual = engine.call("timed", prompts[0])
+
+    def check(name, prompt, hit):
+        answer, seconds, longest = engine.call("timed", prompt)
+        right = answer.ids == alone[prompts.index(prompt)].ids and answer.external in hit
+        bounded = seconds < usual[1] + LOOKUP_TIMEOUT + 1 and longest < WAIT
+        case.check(name, right and bounded, f"{answer.external} tokens loaded in {seconds:.2f} s, longest call {1000 * longest:.1f} ms")
+
+    check("hits", prompts[1], [WHOLE])
+    with server.frozen():
+        check("frozen", prompts[2], [0])
+    wait_until(lambda: server.get("/healthcheck")[0] == 200, 60, "the server")
+    server.kill()
+    check("killed", prompts[3], [0])
+    server.start()
+    # Other prompts until the engine has registered again: they are stored, and then hit in a third engine.
+    later = [prompt_of(f"later-{number}", PROMPT) for number in range(60)]
+    before = 0
+
+    def stores():
+        engine.ask(later.pop())
+        return server.get("/status")[1]["storage_manager"]["l1_manager"]["total_object_count"] > before
+
+    wait_until(stores, 60, "a store after the restart", interval=0.2)
+    check("restarted", prompts[4], [0])
+    third = case.engine(server)
+    case.hits("hits-after-restart", third, prompts[4:5], WHOLE)
+
+
+def arguments():
+    """The command line."""
+    home = Path(os.environ.get("KVTIER_E2E_HOME") or os.path.expanduser("~/.cache/kvtier-e2e"))
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CASES))
+    parser.add_argument("--more", action="store_true", help="all but the gate's")
+    parser.add_argument("--package", required=True, type=Path, help="directory with the Python package kvtier")
+    parser.add_argument("--models", type=Path, default=home / "models-trust", help="made by tests/trust/models.py")
+    parser.add_argument("--logs", type=Path, default=home / "logs" / "tiered")
+    chosen = parser.parse_args()
+    if unknown := set(chosen.names) - set(CASES):
+        parser.error(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")
+    chosen.names = chosen.names or ([name for name in CASES if name != "attention"] if chosen.more else ["attention"])
+    chosen.logs = chosen.logs.resolve()
+    return chosen
+
+
+def main():
+    """Run the cases one after the other."""
+    options, began, report = arguments(), time.monotonic(), Report()
+    # Of workers, which are processes of their own.
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, [HERE / "patches", options.package, HERE]))
+    os.environ["RIG_PATCHES"] = "few_cores"
+    print(f"# vLLM {forked.prepare(options.package)[1]}, imported in {time.monotonic() - began:.0f} s", flush=True)
+    forked.Inside = Inside
+    for name in options.names:
+        started, made = time.monotonic(), Case(name, options, report)
+        with made.running():
+            CASES[name](made)
+        print(f"# {name}: {time.monotonic() - started:.0f} s", flush=True)
+    failed = report.failed()
+    print(f"tiered: {len(report.rows) - failed} passed, {failed} failed ({time.monotonic() - began:.0f} s)")
+    return 1 if failed or not report.rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
