@@ -39,6 +39,9 @@ TOKEN_BYTES = 4096
 LOOKUP_TIMEOUT = 1.0
 # Seconds that no call of a tier on the scheduler's thread may take, however busy the machine is.
 WAIT = 0.3
+# A trace in which each prompt is asked again soon, or never: what fits is half of it.
+SESSIONS, REQUESTS, RESTART = 64, 160, 120
+PRIMARY_MIB, L1_MIB, DISK_MIB = 16, 32, 48
 # Files of vLLM's host memory.
 REGIONS = "/dev/shm/vllm_offload_*"
 CASES = {}
@@ -48,6 +51,10 @@ class Inside(forked.Inside):
     """The engine's side, with what a tier's calls took."""
 
     def __init__(self, *args):
+        from vllm import envs
+
+        # Workers; an attribute takes precedence over the environment, where vLLM's CPU platform writes "spawn".
+        envs.VLLM_WORKER_MULTIPROC_METHOD = "fork"
         super().__init__(*args)
         self.scheduler = self.engine.engine_core.engine_core.scheduler
 
@@ -180,17 +187,16 @@ def windows(case):
 @case
 def states(case):
     """Recurrent states."""
-    engines(case, "states", dtype="bfloat16", block_size=None, mamba_cache_mode="align")
+    engines(case, "states", hit=PROMPT // 256 * 256, dtype="bfloat16", block_size=None)
 
 
-def engines(case, model, **options):
-    """A second engine hits what the first has stored."""
+def engines(case, model="llama", hit=WHOLE, second=None, **options):
+    """An engine, with the options `second` if there are any, hits what the first has stored."""
     server, prompts = case.server(), [prompt_of(f"{case.name}-{number}", PROMPT) for number in range(3)]
     first = case.engine(server, model, **options)
     case.hits("misses", first, prompts, 0)
     first.stop()
-    second = case.engine(server, model, **options)
-    case.hits("hits", second, prompts, WHOLE)
+    case.hits("hits", case.engine(server, model, **(options if second is None else second)), prompts, hit)
 
 
 @case
@@ -216,21 +222,14 @@ def checkpoints(case):
 @case
 def workers(case):
     """Two tensor-parallel ranks: a row has the KV of both."""
-    server, prompts = case.server(), [prompt_of(f"workers-{number}", PROMPT) for number in range(2)]
-    first = case.engine(server, tensor_parallel_size=2)
-    case.hits("misses", first, prompts, 0)
-    first.stop()
-    case.hits("hits", case.engine(server, tensor_parallel_size=2), prompts, WHOLE)
+    engines(case, tensor_parallel_size=2)
 
 
 @case
 def canonical(case):
     """With a canonical layout, one rank loads what two have stored."""
-    server, prompts, extra = case.server(), [prompt_of(f"canonical-{number}", PROMPT) for number in range(2)], {"canonical_layout": True}
-    first = case.engine(server, extra=extra, tensor_parallel_size=2)
-    case.hits("misses", first, prompts, 0)
-    first.stop()
-    case.hits("hits", case.engine(server, extra=extra), prompts, WHOLE)
+    extra = {"canonical_layout": True}
+    engines(case, tensor_parallel_size=2, extra=extra, second={"extra": extra})
 
 
 @case
@@ -273,6 +272,47 @@ def failures(case):
     case.hits("hits-after-restart", third, prompts[4:5], WHOLE)
 
 
+@case
+def beside_fs(case):
+    """Hits after a restart of the engine, of a trace with more KV than fits, beside vLLM's own tier `fs` with the same memory and disk."""
+    source, trace = random.Random("trace"), []
+    for at in range(REQUESTS):
+        newest = at * SESSIONS // REQUESTS
+        trace.append(max(0, newest - int(source.expovariate(1 / 8))))
+    prompts, found = [prompt_of(f"trace-{number}", 548) for number in range(SESSIONS)], {}
+    fits = case.logs / "disk"
+    fits.mkdir()
+    for tier in ("fs", "kvtier"):
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "none", str(fits)]
+        if subprocess.run(mount, check=False).returncode:
+            print(f"SKIP tiered/{case.name}: no tmpfs can be mounted", flush=True)
+            return
+        try:
+            if tier == "fs":
+                options = {"server": None, "tier": {"type": "fs", "root_dir": str(fits), "n_read_threads": 2, "n_write_threads": 2}, "ours": False}
+                options |= {"primary_mib": PRIMARY_MIB + L1_MIB}
+            else:
+                limit = {"max_capacity_gb": (DISK_MIB - 2) / 1024, "eviction": {"eviction_policy": "LRU"}}
+                options = {"server": case.server(L1_MIB, tiers.fs(fits, **limit)), "primary_mib": PRIMARY_MIB}
+            engine, loaded = case.engine(**options), []
+            for at, number in enumerate(trace):
+                if at == RESTART:
+                    engine.stop()
+                    used = shutil.disk_usage(fits).used // MIB
+                    engine = case.engine(**options)
+                loaded.append(engine.ask(prompts[number]).external)
+            found[tier] = sum(loaded[:RESTART]), sum(loaded[RESTART:])
+            engine.stop()
+            print(f"FIGURE {tier}: {found[tier][1]} tokens hit after the restart, {found[tier][0]} before it, {used} MiB of disk at it", flush=True)
+            if tier == "kvtier":
+                case.servers[-1].stop()
+        finally:
+            subprocess.run(["umount", "-l", str(fits)], check=True)
+    kib = 548 // BLOCK * BLOCK * TOKEN_BYTES // 1024
+    detail = f"{found['kvtier'][1]} tokens, {found['fs'][1]} with fs, of {(REQUESTS - RESTART) * (548 // BLOCK * BLOCK)}; {SESSIONS} prompts of {kib} KiB"
+    case.check("hits-after-restart", found["kvtier"][1] >= found["fs"][1] > 0, detail)
+
+
 def arguments():
     """The command line."""
     home = Path(os.environ.get("KVTIER_E2E_HOME") or os.path.expanduser("~/.cache/kvtier-e2e"))
@@ -293,9 +333,8 @@ def arguments():
 def main():
     """Run the cases one after the other."""
     options, began, report = arguments(), time.monotonic(), Report()
-    # Of workers, which are processes of their own.
-    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, [HERE / "patches", options.package, HERE]))
-    os.environ["RIG_PATCHES"] = "few_cores"
+    # As tests/vllm/patches for two workers.
+    os.sched_yield = lambda: time.sleep(0.0001)
     print(f"# vLLM {forked.prepare(options.package)[1]}, imported in {time.monotonic() - began:.0f} s", flush=True)
     forked.Inside = Inside
     for name in options.names:
