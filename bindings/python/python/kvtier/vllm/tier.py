@@ -130,13 +130,12 @@ class _Find:
     has_leases: bool = False
 
 
-@dataclass(eq=False, slots=True)
 class _Verdict:
-    """Whether the server has a key; None while that is asked."""
+    """Whether the server has a key; RETRY while that is asked. Defaults are the class's, so that making one is cheap."""
 
-    result: LookupResult = LookupResult.RETRY
+    result = LookupResult.RETRY
     find: _Find | None = None
-    users: int = 0
+    users = 0
     """Requests that use it."""
 
 
@@ -281,7 +280,7 @@ class KvTier(SecondaryTierManager):
         asking, self._asking = self._asking, []
         for request in asking:
             keys, request.new = request.new, []
-            if keys := [key for key in keys if key in self._verdicts]:
+            if keys:
                 self._send(keys, request.facts)
 
     def _send(self, keys: list[bytes], facts: Facts) -> None:
@@ -331,7 +330,7 @@ class KvTier(SecondaryTierManager):
             self._counts["vllm:kv_offload_kvtier_failed_finds"] += 1
             self._warnings.warning("find", "a lookup of %d chunks failed: %s; computing them", len(find.keys), error)
         find.has_leases = found is None or any(found)
-        for key, is_found in zip(find.keys, found or itertools.repeat(False)):
+        for key, is_found in zip(find.keys, found or itertools.repeat(False), strict=False):
             verdict = self._verdicts.get(key)
             if verdict is not None and verdict.find is find and verdict.result is LookupResult.RETRY:
                 verdict.result = LookupResult.HIT if is_found else LookupResult.MISS
@@ -356,6 +355,8 @@ class KvTier(SecondaryTierManager):
                 if verdict.find is not None:
                     verdict.find.users -= 1
                     self._end_unused(verdict.find)
+        # Others may wait for the rest of what it has not asked yet.
+        request.new = [key for key in request.new if key in self._verdicts]
 
     # -- transfers ---------------------------------------------------------------------------
 
