@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from conftest import CHUNK
+from kvrig import tiers
 from kvrig.kv_readers import DynamoReader, LlmdReader
 from kvrig.waiting import wait_until
 from rig import tokens
@@ -140,17 +141,19 @@ class Router:
             for reader in self.readers:
                 if reader.next <= number:
                     reader.receive(number, self.batches[number])
-        expected = announced(announcements, groups)
+        expected, in_tiers = (announced(announcements, groups, medium) for medium in ("CPU", "STORAGE"))
         llmd, dynamo = self.readers
         assert llmd.resident("cpu") == expected and dynamo.resident("host") == {each for _, each in expected}
+        assert llmd.resident("storage") == in_tiers and dynamo.resident("disk") == {each for _, each in in_tiers}
         assert llmd.rejected == [] and dynamo.rejected == []
         assert announcements._hashes == sum(len(hashes) for chunk in announcements._chunks.values() for hashes in chunk.hashes.values())
         return expected
 
 
-def announced(announcements, groups):
-    """(group, hash) of the announced blocks of these groups."""
-    return {(number, each) for chunk in announcements._chunks.values() for number, hashes in chunk.hashes.items() for each in hashes if number in groups}
+def announced(announcements, groups, medium="CPU"):
+    """(group, hash) of the blocks of these groups that are announced in a medium."""
+    chunks = [chunk for chunk in announcements._chunks.values() if medium in chunk.media]
+    return {(number, each) for chunk in chunks for number, hashes in chunk.hashes.items() for each in hashes if number in groups}
 
 
 def removals(batches):
@@ -262,6 +265,45 @@ def test_readers_follow_evictions(place):
 
         # The server may still be evicting.
         wait_until(lambda: engine.step() or all(map(is_right, seeds)), 60, "readers that know what hits")
+        assert engine.errors == 0
+
+
+# proves: docs/python.md#kv-events
+def test_readers_follow_tiers(place, tmp_path):
+    """What L1 has lost stays with another medium until its tier loses it too, and is back in L1 after a hit."""
+    tier = tiers.fs(tmp_path / "tier", max_capacity_gb=40 * (CHUNK * 256 + 4096) / 2**30)
+    server = place.server(flags=tier)
+    with closing(Simulation(server, "tiers", MODELS["full"], blocks=600, caching=False, step_tokens=64, events=True)) as engine:
+        router, announcements = Router(engine.published.batches), engine.ours._scheduling.announcements
+        count = lambda medium: len(announced(announcements, {0}, medium)) * 4 // CHUNK  # noqa: E731
+
+        def stores(seed):
+            engine.add(f"r{seed}", prompt(seed))
+            engine.run()
+            engine.finish_stores()
+            tiers.settled(server)
+
+        def steps_until(expected):
+            wait_until(lambda: engine.step() or (count("CPU"), count("STORAGE")) == expected, 60, f"{expected} chunks in L1 and the tier")
+            router.check(announcements, {0})
+
+        stores("first")
+        steps_until((CHUNKS, 0))
+        wait_until(lambda: server.post("/cache/clear") and engine.step() or count("CPU") == 0, 60, "an empty L1")
+        steps_until((0, CHUNKS))
+        assert engine.matched("again", prompt("first")) == CHUNKS * CHUNK
+        steps_until((CHUNKS, CHUNKS))
+        # Others take the place of the first in the tier, which L1 still has.
+        known = announced(announcements, {0}, "STORAGE")
+        seeds = iter(range(100))
+
+        def displaces():
+            stores(next(seeds))
+            engine.step()
+            return not known & announced(announcements, {0}, "STORAGE")
+
+        wait_until(displaces, 60, "evictions from the tier")
+        assert known <= router.check(announcements, {0})
         assert engine.errors == 0
 
 
@@ -383,11 +425,11 @@ def test_readers_follow_random_lives(seed):
     server's events and the workers' reports come late."""
     source, specs = random.Random(seed), MODELS["windows"]
     announcements, batches, connection = announcements_of(specs, max_hashes=40 + 20 * seed), [], (1, 0)
-    resident, late = set(), []
+    resident, in_tier, late, late_tier = set(), set(), [], {}
     router, trunk, waiting = Router(batches), prompt(seed, 6), []
     for turn in range(250):
         rare = ["missed", "server", "reset"] if connection is not None else ["server"]
-        action = source.choice(rare if turn % 8 == 7 else ["store", "report", "report", "find", "events", "evict"])
+        action = source.choice(rare if turn % 8 == 7 else ["store", "report", "report", "find", "events", "evict", "tier"])
         cleared = []
         shared = source.randrange(6 * CHUNK)
         asked = vllm_request(f"r{turn}", trunk[:shared] + prompt(f"{seed}-{source.randrange(4)}", 6)[shared:], cache_salt=source.choice([None, "alice"]))
@@ -417,16 +459,25 @@ def test_readers_follow_random_lives(seed):
         elif action == "evict" and (evicted := resident - {None}):
             # Mostly an announced one.
             evicted = evicted & {chunk.key for chunk in announcements._chunks.values()} or evicted
-            late.append((source.choice(sorted(evicted)), False))
-            resident.remove(late[-1][0])
+            gone = set(source.sample(sorted(evicted), min(len(evicted), source.choice([1, 1, 3]))))
+            late += [(key, False) for key in gone]
+            resident -= gone
+            moved = {key for key in gone if source.random() < 0.7}
+            in_tier |= moved
+            late_tier |= dict.fromkeys(moved, True)
+        elif action == "tier" and in_tier:
+            late_tier[source.choice(sorted(in_tier))] = False
+            in_tier -= {key for key, is_stored in late_tier.items() if not is_stored}
         elif action == "events" and connection is not None:
             count = source.choice([source.randrange(len(late) + 1), len(late)])
-            announcements.follow(connection, dict(late[:count]))
+            # Those of tiers come behind what L1 has lost.
+            announcements.follow(connection, dict(late[:count]), late_tier if count == len(late) else {})
+            late_tier = {} if count == len(late) else late_tier
             del late[:count]
         elif action == "server" and connection != (after := source.choice([None, connection, (turn, 0)])):
             connection = after if connection is not None else (turn, 0)
-            resident.clear()
-            late.clear()
+            for each in (resident, in_tier, late, late_tier):
+                each.clear()
             announcements.follow(connection, {})
         elif action == "reset":
             announcements.reset()
@@ -436,8 +487,37 @@ def test_readers_follow_random_lives(seed):
         router.check(announcements, {0, 2})
         assert announcements._hashes <= announcements._max_hashes
         # Nothing is announced that the server is known not to have, whatever comes first.
-        assert late or {chunk.key for chunk in announcements._chunks.values()} - {None} <= resident
+        for medium, held in (("CPU", resident), ("STORAGE", in_tier)):
+            assert late or late_tier or {chunk.key for chunk in announcements._chunks.values() if medium in chunk.media} - {None} <= held
     assert removals(batches)
+
+
+# proves: docs/python.md#kv-events
+def test_chunk_moves_from_medium_to_medium():
+    """Its events in another medium are those of its store; without the chunk before it there are none."""
+    announcements, asked = announcements_of([full(4)]), vllm_request("r", prompt("moved", 2), session_id="s", mm_features=[picture(8, 2)])
+    first, second = keys = keys_of(asked)
+    announcements.found(asked, 2 * CHUNK, CHUNK, keys)
+    stored = announcements.take()
+    assert [event.medium for event in stored] == ["CPU", "CPU"]
+
+    def follows(changes, tiers):
+        announcements.follow((1, 0), changes, tiers)
+        events = announcements.take()
+        return [(type(event).__name__, event.medium, stored[1].block_hashes == event.block_hashes) for event in events], events
+
+    changes, events = follows({second: False}, {second: True})
+    assert changes == [("BlockStored", "STORAGE", True), ("BlockRemoved", "CPU", True)]
+    assert msgspec.structs.replace(events[0], medium="CPU") == stored[1]
+    assert follows({second: True}, {})[0] == [("BlockStored", "CPU", True)]
+    assert follows({second: False}, {second: True})[0] == [("BlockRemoved", "CPU", True)]
+    assert follows({}, {second: False})[0] == [("BlockRemoved", "STORAGE", True)]
+    announcements.follow((1, 0), {second: True})
+    announcements.found(asked, 2 * CHUNK, CHUNK, keys)
+    announcements.follow((1, 0), {first: False})
+    announcements.take()
+    assert follows({second: False}, {second: True})[0] == [("BlockRemoved", "CPU", True)]
+    assert announcements._chunks == announcements._identities == {} and announcements._hashes == 0
 
 
 def test_removed_chunk_waits_until_it_is_stored_again():

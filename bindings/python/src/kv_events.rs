@@ -5,6 +5,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use kvtier_client::proto::request::Subscription;
 use kvtier_client::proto::response::{EventBatch, EventRecord};
 use kvtier_client::{Client, ClientError, KvEventUpdate};
 use kvtier_common::sync::Mutex;
@@ -12,6 +13,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::prompt::{first_previous, hash_chunk};
+
+/// Hash of a chunk -> whether it was stored last, not removed.
+type Changes = HashMap<Vec<u8>, bool>;
 
 /// Limit of chunks that wait to be taken. Beyond it their events are lost.
 const MAX_CHUNKS: usize = 1 << 18;
@@ -31,8 +35,8 @@ struct UntakenEvents {
     is_compared: bool,
     /// Why there is no stream.
     obstacle: Option<String>,
-    /// Hash of a chunk -> whether it was stored last, not removed.
-    chunks: HashMap<Vec<u8>, bool>,
+    /// Of L1, and of the tiers.
+    changes: [Changes; 2],
 }
 
 impl UntakenEvents {
@@ -53,22 +57,31 @@ impl UntakenEvents {
             self.lose();
         }
         (self.is_known, self.incarnation) = (true, batch.incarnation);
-        for event in batch.events.iter().filter(|it| it.medium == "CPU") {
+        for event in &batch.events {
             let is_stored = event.kind == "stored";
-            if is_stored && !std::mem::replace(&mut self.is_compared, true) && !is_hash(event) {
+            let changes = match &*event.medium {
+                Subscription::CPU => 0,
+                Subscription::STORAGE => 1,
+                _ => continue,
+            };
+            if is_stored
+                && changes == 0
+                && !std::mem::replace(&mut self.is_compared, true)
+                && !is_hash(event)
+            {
                 return self.end(OTHER_HASHES.to_owned());
             }
             let hashes = event.block_hashes.iter().map(|hash| hash.to_vec());
-            self.chunks.extend(hashes.map(|hash| (hash, is_stored)));
+            self.changes[changes].extend(hashes.map(|hash| (hash, is_stored)));
         }
-        if self.chunks.len() > MAX_CHUNKS {
+        if self.changes.iter().map(HashMap::len).sum::<usize>() > MAX_CHUNKS {
             self.lose();
         }
     }
 
     fn lose(&mut self) {
         self.epoch += 1;
-        self.chunks = HashMap::new();
+        self.changes = Default::default();
     }
 
     fn end(&mut self, why: String) {
@@ -109,16 +122,18 @@ impl KvEvents {
         self.untaken.lock().obstacle.clone()
     }
 
-    fn take<'py>(&self, py: Python<'py>) -> PyResult<Option<(u64, Bound<'py, PyDict>)>> {
+    fn take<'py>(&self, py: Python<'py>) -> PyResult<Option<(u64, [Bound<'py, PyDict>; 2])>> {
         let mut untaken = self.untaken.lock();
         if !untaken.is_known {
             return Ok(None);
         }
-        let (epoch, chunks) = (untaken.epoch, std::mem::take(&mut untaken.chunks));
+        let (epoch, changes) = (untaken.epoch, std::mem::take(&mut untaken.changes));
         drop(untaken);
-        let taken = PyDict::new(py);
-        for (hash, is_stored) in chunks {
-            taken.set_item(PyBytes::new(py, &hash), is_stored)?;
+        let taken = [PyDict::new(py), PyDict::new(py)];
+        for (taken, changes) in taken.iter().zip(changes) {
+            for (hash, is_stored) in changes {
+                taken.set_item(PyBytes::new(py, &hash), is_stored)?;
+            }
         }
         Ok(Some((epoch, taken)))
     }

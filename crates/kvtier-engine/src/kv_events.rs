@@ -1,18 +1,25 @@
 //! The stream of KV events of LMCache's clients: what a model can hit, as batches of the protocol.
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use kvtier_core::cache::{ChunkEvent, Events};
+use kvtier_core::ChunkHash;
+use kvtier_core::cache::{ChunkEvent, Events, Rows, counted};
 use kvtier_observe::api::KvEvents;
 use kvtier_proto::operation::Operation;
+use kvtier_proto::request::Subscription;
 use kvtier_proto::response::{EventBatch, EventRecord, Response};
+use kvtier_store::tiers::{L2, Located};
 
 use super::{Engine, EngineAnswer};
 
 /// Name of the optional feature by which LMCache's clients up to 0.5.6 recognize a server with such a stream.
 pub const KV_EVENTS_FEATURE: &str = "kv_event_stream";
+
+/// Chunks of tiers that a subscriber knows at a time. Beyond it any is announced as removed.
+const MAX_TIER_CHUNKS: usize = 1 << 18;
 
 /// What the stream needs beside the log.
 pub struct KvEventSource {
@@ -37,6 +44,119 @@ impl KvEventSource {
     }
 }
 
+/// What one subscriber knows of the tiers: chunks that L1 lost and a tier had.
+pub struct TierChunks {
+    model_name: Box<str>,
+    /// For each tier.
+    cursors: Vec<u64>,
+    rows: BTreeMap<ChunkHash, Rows>,
+    /// News for the next batch, in this order.
+    stored: Vec<ChunkHash>,
+    removed: Vec<ChunkHash>,
+}
+
+impl TierChunks {
+    /// For events from now on.
+    fn new(l2: &L2, model_name: &str) -> Self {
+        let tiers = l2.tiers().iter();
+        let cursors = tiers.map(|tier| tier.removals(model_name, u64::MAX).next_cursor);
+        Self {
+            model_name: model_name.into(),
+            cursors: cursors.collect(),
+            rows: BTreeMap::new(),
+            stored: Vec::new(),
+            removed: Vec::new(),
+        }
+    }
+
+    /// Whether there are news.
+    pub fn has_news(&self) -> bool {
+        !self.stored.is_empty() || !self.removed.is_empty()
+    }
+
+    /// Follows the events of L1 that the subscriber receives, and the tiers. If events of these are lost, all are.
+    fn follow(&mut self, l2: &L2, read: &mut Events) {
+        self.stored.clear();
+        self.removed.clear();
+        if read.lost {
+            self.rows.clear();
+        }
+        for event in &read.events {
+            for (of_rows, hashes) in runs(event) {
+                let found = hashes.iter().zip(in_tiers(l2, of_rows, hashes));
+                for (hash, _) in found.filter(|(_, is_found)| *is_found) {
+                    self.rows.insert(*hash, Rows::clone(of_rows));
+                    self.stored.push(*hash);
+                }
+            }
+        }
+        for (number, tier) in l2.tiers().iter().enumerate() {
+            loop {
+                // Only after an empty reading the next removal wakes.
+                let removals = tier.removals(&self.model_name, self.cursors[number]);
+                self.cursors[number] = removals.next_cursor;
+                read.lost |= removals.lost;
+                if removals.events.is_empty() {
+                    break;
+                }
+                let removed = removals.events.iter().flat_map(|event| &event.hashes);
+                removed.for_each(|hash| self.remove(l2, hash));
+            }
+        }
+        while self.rows.len() > MAX_TIER_CHUNKS {
+            let first = self.rows.pop_first();
+            self.removed.extend(first.map(|(hash, _)| hash));
+        }
+        if read.lost {
+            self.rows.clear();
+            self.stored.clear();
+        }
+    }
+
+    /// Removes a chunk that a tier has lost an object of, unless another tier has this.
+    fn remove(&mut self, l2: &L2, hash: &ChunkHash) {
+        if let Some(rows) = self.rows.get(hash)
+            && !in_tiers(l2, rows, &[*hash])[0]
+        {
+            self.rows.remove(hash);
+            self.removed.push(*hash);
+        }
+    }
+
+    fn records(&self, seq: i64) -> impl Iterator<Item = EventRecord<'_>> {
+        let news = [("stored", &self.stored), ("removed", &self.removed)];
+        let news = news.into_iter().filter(|(_, hashes)| !hashes.is_empty());
+        news.map(move |(kind, hashes)| EventRecord {
+            seq,
+            kind: kind.into(),
+            medium: Subscription::STORAGE.into(),
+            model_name: (&*self.model_name).into(),
+            block_hashes: hashes.iter().map(|hash| hash.0[..].into()).collect(),
+            parent_block_hash: None,
+            token_ids: Cow::from(&[][..]),
+        })
+    }
+}
+
+/// The removed chunks of an event, by equal rows.
+fn runs(event: &ChunkEvent) -> impl Iterator<Item = (&Rows, &[ChunkHash])> {
+    let mut hashes = &event.hashes[..];
+    event.rows.chunk_by(Rows::eq).map(move |rows| {
+        let (run, rest) = hashes.split_at(rows.len());
+        hashes = rest;
+        (&rows[0], run)
+    })
+}
+
+/// Whether each of these chunks is in the indexes of the tiers, in all rows that its prompt needs.
+fn in_tiers(l2: &L2, rows: &Rows, hashes: &[ChunkHash]) -> Vec<bool> {
+    let rows: Vec<_> = counted(rows).cloned().collect();
+    let in_l1 = vec![vec![false; hashes.len()]; rows.len()];
+    let tiers = Located::indexed(l2, &rows, hashes, &in_l1).tiers;
+    let is_found = |chunk: usize| tiers.iter().all(|row| row[chunk].is_some());
+    (0..hashes.len()).map(is_found).collect()
+}
+
 impl Engine {
     /// Whether there is a log of KV events.
     pub fn has_kv_events(&self) -> bool {
@@ -58,8 +178,25 @@ impl Engine {
         self.context.l1.cache.events(model_name, cursor, max)
     }
 
+    /// What a subscriber to events of the tiers begins with; `None` without a log or tiers.
+    pub fn tier_chunks(&self, model_name: &str) -> Option<TierChunks> {
+        let l2 = self.context.l2.as_ref()?;
+        self.has_kv_events()
+            .then(|| TierChunks::new(l2, model_name))
+    }
+
+    /// Brings what a subscriber knows up to these events of L1. If events of tiers are lost, these say so.
+    pub fn follow_tiers(&self, known: &mut TierChunks, read: &mut Events) {
+        if let Some(l2) = &self.context.l2 {
+            known.follow(l2, read);
+        }
+    }
+
     /// Calls `wake` when there is news; see [`kvtier_core::cache::Cache::wake_by_events`].
-    pub fn wake_by_kv_events(&self, wake: impl Fn() + Send + Sync + 'static) {
+    pub fn wake_by_kv_events(&self, wake: impl Fn() + Clone + Send + Sync + 'static) {
+        for tier in self.context.l2.iter().flat_map(|l2| l2.tiers()) {
+            tier.wake_by_removals(wake.clone());
+        }
         self.context.l1.cache.wake_by_events(wake);
     }
 
@@ -69,16 +206,22 @@ impl Engine {
         subscribers.store(number, Ordering::Relaxed);
     }
 
-    /// The batch with these events; without a log it says that there is none.
-    pub fn kv_event_batch(&self, read: Option<&Events>) -> EngineAnswer {
+    /// The batch with these events and the news of tiers; without a log it says that there is none.
+    pub fn kv_event_batch(
+        &self,
+        read: Option<&Events>,
+        tiers: Option<&TierChunks>,
+    ) -> EngineAnswer {
+        let seq = read.map_or(0, |read| read.next_cursor as i64);
+        let events = read.iter().flat_map(|read| &read.events);
+        let of_l1 = events.map(|event| record(event));
+        let of_tiers = tiers.into_iter().flat_map(|tiers| tiers.records(seq));
         let batch = EventBatch {
             enabled: read.is_some(),
             incarnation: self.context.kv_events.incarnation,
-            next_cursor: read.map_or(0, |read| read.next_cursor as i64),
+            next_cursor: seq,
             lost: read.is_some_and(|read| read.lost),
-            events: read.map_or(Vec::new(), |read| {
-                read.events.iter().map(|event| record(event)).collect()
-            }),
+            events: of_l1.chain(of_tiers).collect(),
         };
         EngineAnswer::from(Response::EventBatch(batch))
     }
@@ -95,7 +238,7 @@ fn record(event: &ChunkEvent) -> EventRecord<'_> {
             "removed"
         }
         .into(),
-        medium: "CPU".into(),
+        medium: Subscription::CPU.into(),
         model_name: (&*event.model_name).into(),
         block_hashes: event.hashes.iter().map(|hash| hash.0[..].into()).collect(),
         parent_block_hash: parent.map(|parent| Cow::from(&parent.0[..])),

@@ -45,6 +45,7 @@ pub use admin::{
     Admin, ChecksumError, ExplainError, PrefetchError, PrefetchJob, PrefetchResult, TenantView,
 };
 pub use answer::EngineAnswer;
+pub use kv_events::TierChunks;
 pub use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_store::l1::Clock;
 pub use payload::{Payload, PayloadPart};

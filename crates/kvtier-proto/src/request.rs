@@ -270,6 +270,18 @@ pub struct Subscription<'a> {
     pub max_events: i64,
 }
 
+impl Subscription<'_> {
+    /// Cursor of kvtier's clients: behind all events, as no log gets there, and with events of medium [`STORAGE`](Self::STORAGE).
+    /// Servers without these take it for any other cursor behind all events.
+    pub const PRESENT_WITH_TIERS: i64 = i64::MAX - 1;
+
+    /// Medium of a chunk that L1 has.
+    pub const CPU: &'static str = "CPU";
+
+    /// Medium of a chunk that a tier has: stored when L1 has lost it, removed when the last tier has. The events have no tokens.
+    pub const STORAGE: &'static str = "STORAGE";
+}
+
 impl<'a, T> Request<'a, T> {
     /// Decodes the payload frames of a request by its row.
     ///

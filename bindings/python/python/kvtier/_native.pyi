@@ -115,9 +115,9 @@ class KvEvents:
     def obstacle(self) -> str | None:
         """Why the connected server's events are not known; None while they are, or the server has not answered yet."""
 
-    def take(self) -> tuple[int, dict[bytes, bool]] | None:
-        """Returns an epoch, and what happened in it since the last call: a chunk's hash, and whether the chunk was stored last, not
-        removed. Another epoch than before: some events were lost, or the server may be another one. None until the connected server
+    def take(self) -> tuple[int, list[dict[bytes, bool]]] | None:
+        """Returns an epoch, and what happened in it since the last call, in L1 and in tiers: a chunk's hash, and whether the chunk was
+        stored last, not removed. Tiers count only what L1 has lost. Another epoch than before: some events were lost, or the server may be another one. None until the connected server
         has answered. Never waits."""
 
 @final

@@ -2,7 +2,7 @@
 //!
 //! The client requests it on each connection, and acknowledges each batch once the callback has returned. A stream begins with the
 //! present: nothing that the last connection's stream said need be true of this one's server. One that is not answered in time or that
-//! ends is requested again, unless the server has refused it.
+//! ends is requested again, unless the server has refused it. Batches of kvtier servers with tiers have events of these too, of medium `STORAGE`.
 
 use std::hash::{BuildHasher, RandomState};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,9 +17,6 @@ use crate::wire::Frames;
 
 /// Limit of events in one batch, which is that of LMCache's server.
 const MAX_EVENTS: i64 = 1024;
-
-/// Cursor behind all events.
-const PRESENT: i64 = i64::MAX;
 
 /// News of a stream of KV events.
 #[derive(Debug)]
@@ -59,7 +56,7 @@ impl KvEventStream {
             // A server has one stream per instance, and no other subscriber hashes this number.
             instance: InstanceId((RandomState::new().hash_one(model_name) >> 2).cast_signed()),
             model_name,
-            cursor: PRESENT,
+            cursor: Subscription::PRESENT_WITH_TIERS,
             max_events: MAX_EVENTS,
         });
         Ok(Self {

@@ -7,6 +7,8 @@
 //! and a router would send prompts to hits that they cannot have.
 //!
 //! The log is a ring, bounded by events and by bytes. A reader learns that it has missed events, not which.
+//!
+//! The index of a tier may have a log too, of removals alone: each object that it loses is one, whatever chunk it was of.
 
 use crate::group_row::GroupRow;
 use crate::hashing::ChunkHash;
@@ -25,6 +27,9 @@ const EVENT_BYTES: usize = size_of::<ChunkEvent>() + 2 * size_of::<usize>();
 /// Bytes of an announced chunk beside the ring.
 const ANNOUNCED_BYTES: usize = size_of::<(ChunkHash, Vec<Rows>)>() + 2 * size_of::<Rows>();
 
+/// Events that a log of removals has, at most.
+const MAX_REMOVALS: usize = 4096;
+
 /// Hashes of one event, at most.
 const MAX_HASHES: usize = 1024;
 
@@ -37,7 +42,8 @@ const BATCH_TOKENS: usize = 1 << 16;
 /// Sets of rows that a chunk is known to be complete in, at most: one for each world size and change of layout.
 const MAX_ROW_SETS: usize = 8;
 
-type Rows = Arc<[GroupRow]>;
+/// All rows of a prompt.
+pub type Rows = Arc<[GroupRow]>;
 
 /// Tokens of consecutive chunks of a prompt.
 #[derive(Clone, Debug, Default)]
@@ -59,6 +65,8 @@ pub struct ChunkEvent {
     pub hashes: Vec<ChunkHash>,
     /// What is known of a stored chunk; `None` for removals.
     pub stored: Option<StoredChunk>,
+    /// Rows that each removed chunk was complete in last. Empty for a stored chunk, and in a log of removals alone.
+    pub rows: Vec<Rows>,
 }
 
 /// A chunk that became a hit.
@@ -104,6 +112,8 @@ pub(super) struct EventLog {
     /// The chunks that are announced, by model, with the sets of rows that each is complete in.
     announced: HashMap<Arc<str>, HashMap<ChunkHash, Vec<Rows>, RandomState>, RandomState>,
     announced_chunks: usize,
+    /// Whether each removal of an object is an event, announced or not.
+    is_of_objects: bool,
     /// The rows of the last announcement: chunks of one model share them.
     rows: Option<Rows>,
     /// Whether a reader waits for the next event.
@@ -113,7 +123,7 @@ pub(super) struct EventLog {
 }
 
 /// The rows whose objects make a chunk a hit.
-pub(super) fn counted(rows: &[GroupRow]) -> impl Iterator<Item = &GroupRow> {
+pub fn counted(rows: &[GroupRow]) -> impl Iterator<Item = &GroupRow> {
     let has_full = rows.iter().any(|row| row.window.is_none());
     rows.iter()
         .filter(move |row| row.window.is_none() || !has_full)
@@ -121,7 +131,10 @@ pub(super) fn counted(rows: &[GroupRow]) -> impl Iterator<Item = &GroupRow> {
 
 fn bytes(event: &ChunkEvent) -> usize {
     let tokens = event.stored.as_ref().map_or(0, |it| it.tokens.len());
-    EVENT_BYTES + event.hashes.capacity() * ChunkHash::LEN + tokens * size_of::<u32>()
+    EVENT_BYTES
+        + event.hashes.capacity() * ChunkHash::LEN
+        + event.rows.capacity() * size_of::<Rows>()
+        + tokens * size_of::<u32>()
 }
 
 impl EventLog {
@@ -138,9 +151,18 @@ impl EventLog {
             is_last_unread: false,
             announced: HashMap::default(),
             announced_chunks: 0,
+            is_of_objects: false,
             rows: None,
             is_awaited: false,
             must_wake: false,
+        }
+    }
+
+    /// A log of removals alone.
+    pub(super) fn of_objects() -> Self {
+        Self {
+            is_of_objects: true,
+            ..Self::new(MAX_REMOVALS)
         }
     }
 
@@ -191,28 +213,21 @@ impl EventLog {
         sets.push(Arc::clone(rows));
         if sets.len() == 1 {
             self.announced_chunks += 1;
-            self.append(model_name, vec![hash], Some(stored));
+            self.append(model_name, hash, Some(stored), None);
         }
     }
 
     /// Notes that an object is not resident any more.
     pub(super) fn removed(&mut self, namespace: &Namespace, hash: &ChunkHash) {
+        let rows = if self.is_of_objects {
+            None
+        } else {
+            let Some(rows) = self.end(namespace, hash) else {
+                return;
+            };
+            Some(rows)
+        };
         let model_name = namespace.model_name();
-        let Some(chunks) = self.announced.get_mut(&**model_name) else {
-            return;
-        };
-        let Some(sets) = chunks.get_mut(hash) else {
-            return;
-        };
-        sets.retain(|rows| !counted(rows).any(|row| *row.namespace == *namespace));
-        if !sets.is_empty() {
-            return;
-        }
-        chunks.remove(hash);
-        if chunks.is_empty() {
-            self.announced.remove(&**model_name);
-        }
-        self.announced_chunks -= 1;
         if self.is_last_unread
             && let Some(last) = self.ring.back_mut().and_then(Arc::get_mut)
             && last.stored.is_none()
@@ -221,23 +236,45 @@ impl EventLog {
         {
             let before = bytes(last);
             last.hashes.push(*hash);
+            last.rows.extend(rows);
             self.bytes += bytes(last) - before;
             return;
         }
-        self.append(model_name, vec![*hash], None);
+        self.append(model_name, *hash, None, rows);
     }
 
+    /// Forgets the sets of rows that an object is of. Returns the last one if the chunk has no other.
+    fn end(&mut self, namespace: &Namespace, hash: &ChunkHash) -> Option<Rows> {
+        let model_name = &**namespace.model_name();
+        let chunks = self.announced.get_mut(model_name)?;
+        let sets = chunks.get_mut(hash)?;
+        let is_of = |rows: &mut Rows| counted(rows).any(|row| *row.namespace == *namespace);
+        let ended = sets.extract_if(.., is_of).last()?;
+        if !sets.is_empty() {
+            return None;
+        }
+        chunks.remove(hash);
+        if chunks.is_empty() {
+            self.announced.remove(model_name);
+        }
+        self.announced_chunks -= 1;
+        Some(ended)
+    }
+
+    /// Adds the event of a stored chunk, or of a removed one and its rows.
     fn append(
         &mut self,
         model_name: &Arc<str>,
-        hashes: Vec<ChunkHash>,
+        hash: ChunkHash,
         stored: Option<StoredChunk>,
+        rows: Option<Rows>,
     ) {
         let event = ChunkEvent {
             seq: self.state.next_seq,
             model_name: Arc::clone(model_name),
-            hashes,
+            hashes: vec![hash],
             stored,
+            rows: rows.into_iter().collect(),
         };
         self.state.next_seq += 1;
         self.bytes += bytes(&event);
@@ -254,7 +291,7 @@ impl EventLog {
     pub(super) fn read(&mut self, read: &mut Events, model_name: &str, max: usize) -> bool {
         let last = self.state.next_seq - 1;
         let first = self.state.next_seq - self.ring.len() as u64;
-        if read.next_cursor + 1 < first || read.next_cursor > last {
+        if read.next_cursor < first - 1 || read.next_cursor > last {
             read.lost = true;
             read.events.clear();
             read.next_cursor = read.next_cursor.max(first - 1).min(last);

@@ -35,7 +35,7 @@ mod tenant;
 mod warm;
 
 pub use allocator::{ExtentAllocator, FreeSpace};
-pub use events::{ChunkEvent, ChunkTokens, EventLogState, Events, StoredChunk};
+pub use events::{ChunkEvent, ChunkTokens, EventLogState, Events, Rows, StoredChunk, counted};
 pub use kvtier_common::extent::{ArenaPiece, Extent};
 pub use lease::{Counted, Lookup, PrefixLease, ReadLease};
 pub use losses::{Loss, LossCause};
@@ -54,6 +54,7 @@ use crate::ledger::{Ledger, Snapshot, Words};
 use crate::object_key::{Namespace, ObjectKey};
 use crate::quota::{Grant, QuotaConfig};
 use crate::window::ChunkBitmap;
+use events::EventLog;
 use kvtier_common::sync::Mutex;
 use kvtier_common::sync::atomic::{AtomicU32, Ordering};
 use lease::OrderedHold;
@@ -612,6 +613,21 @@ impl<A: ExtentAllocator> Cache<A> {
         };
         while self.locked(|state| Some(state.events.as_mut()?.read(&mut read, model_name, max)))? {}
         Some(read)
+    }
+
+    /// The objects of a model that were removed or evicted behind `cursor`, like [`Cache::events`]. They are logged from the first call on.
+    /// For a cache without a log of chunks.
+    pub fn removals(&self, model_name: &str, cursor: u64) -> Events {
+        let mut read = Events {
+            next_cursor: cursor,
+            ..Events::default()
+        };
+        while self.locked(|state| {
+            let log = || Box::new(EventLog::of_objects());
+            let log = state.events.get_or_insert_with(log);
+            log.read(&mut read, model_name, usize::MAX)
+        }) {}
+        read
     }
 
     /// Calls `wake`, without the lock, at the first event after a reader of [`Cache::events`] found none. One such call is

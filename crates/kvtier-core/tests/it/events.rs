@@ -236,6 +236,22 @@ fn without_a_log_there_are_no_events() {
 }
 
 #[test]
+fn removals_of_any_object_are_logged_from_the_first_reading_on() {
+    let cache = cache(0, 3);
+    store(&cache, 0, "", 0..3);
+    cache.remove(namespace(0, ""), &hashes(0..1), false);
+    let first = cache.removals(MODEL, u64::MAX);
+    assert_eq!((first.next_cursor, first.events.len()), (0, 0));
+    cache.remove(namespace(0, ""), &hashes(1..2), false);
+    store(&cache, 1, "", 0..3);
+    let read = cache.removals(MODEL, first.next_cursor);
+    let removed = read.events.iter().flat_map(|event| &event.hashes);
+    assert_eq!(removed.copied().collect::<Vec<_>>(), hashes(1..3));
+    assert!(read.events.iter().all(|event| event.stored.is_none()));
+    assert!(cache.removals(MODEL, read.next_cursor).events.is_empty());
+}
+
+#[test]
 fn the_log_is_bounded_by_its_bytes() {
     let cache = cache(1 << 20, 1 << 10);
     let long = vec![7; 4 << 20];

@@ -25,8 +25,8 @@ use std::time::{Duration, Instant};
 pub use counters::{Counter, Failures, TierCounters};
 use kvtier_common::sync::{Mutex, RateLimited};
 use kvtier_core::cache::{
-    Cache, CacheConfig, KeyOutcome, Loss, Page, ReadLease, Removed, Reservation, ReserveRequest,
-    ResidentObject, SaltUsage, Stats,
+    Cache, CacheConfig, Events, KeyOutcome, Loss, Page, ReadLease, Removed, Reservation,
+    ReserveRequest, ResidentObject, SaltUsage, Stats,
 };
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::object_key::ObjectKey;
@@ -698,6 +698,16 @@ impl Tier {
     /// Whether the index has each of these objects. This neither leases nor uses them.
     pub fn indexes(&self, namespace: &Namespace, hashes: &[ChunkHash]) -> Vec<bool> {
         self.index.contains(namespace, hashes)
+    }
+
+    /// The objects of a model that the index has lost behind `cursor`, from the first call on: [`Cache::removals`].
+    pub fn removals(&self, model_name: &str, cursor: u64) -> Events {
+        self.index.removals(model_name, cursor)
+    }
+
+    /// Calls `wake` at the first removal after a reader of [`Tier::removals`] found none: [`Cache::wake_by_events`].
+    pub fn wake_by_removals(&self, wake: impl Fn() + Send + Sync + 'static) {
+        self.index.wake_by_events(wake);
     }
 
     /// Whether the backend has each of these objects.

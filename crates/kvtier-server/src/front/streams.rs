@@ -9,10 +9,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier_core::cache::Events;
-use kvtier_engine::Engine;
+use kvtier_engine::{Engine, TierChunks};
 use kvtier_proto::frames::StreamControl;
 use kvtier_proto::key::SkipTokens;
-use kvtier_proto::request::{InstanceId, Request};
+use kvtier_proto::request::{InstanceId, Request, Subscription};
 
 use super::client::Peer;
 use super::outbox::{Outbox, Outgoing};
@@ -36,6 +36,8 @@ struct Stream {
     /// The last event that it has received or that is not for it.
     cursor: u64,
     max_events: usize,
+    /// For a client of kvtier's, if there are tiers.
+    tiers: Option<TierChunks>,
     /// Whether it has had no batch yet: its first one may be empty.
     is_first: bool,
     /// Batches that may be sent: at most two, the one that waits for events and the next.
@@ -47,7 +49,7 @@ impl Stream {
     ///
     /// # Errors
     /// The reason for the metrics.
-    fn asked(job: &RequestJob) -> Result<(InstanceId, Self), &'static str> {
+    fn asked(job: &RequestJob, engine: &Engine) -> Result<(InstanceId, Self), &'static str> {
         let sender = &job.sender;
         let payloads: Vec<_> = job.payloads.iter().map(Vec::as_slice).collect();
         let decoded = Request::decode(sender.spec(), &payloads, &mut SkipTokens);
@@ -57,6 +59,7 @@ impl Stream {
         let is_good = asked.cursor >= 0
             && (1..=MAX_EVENTS).contains(&asked.max_events)
             && asked.model_name.len() <= MAX_MODEL_NAME;
+        let has_tiers = is_good && asked.cursor == Subscription::PRESENT_WITH_TIERS;
         let stream = Self {
             peer: Arc::clone(&sender.peer),
             uid: sender.uid.clone(),
@@ -64,6 +67,9 @@ impl Stream {
             model_name: asked.model_name.into(),
             cursor: asked.cursor as u64,
             max_events: asked.max_events as usize,
+            tiers: has_tiers
+                .then(|| engine.tier_chunks(asked.model_name))
+                .flatten(),
             is_first: true,
             credits: 1,
         };
@@ -75,13 +81,18 @@ impl Stream {
     /// Adds the batches that it may have, as far as there is something to tell. Returns whether it goes on.
     fn advance(&mut self, engine: &Engine, messages: &mut Vec<Outgoing>) -> bool {
         while self.credits > 0 && !self.peer.replies.is_full() {
-            let read = engine.kv_events(&self.model_name, self.cursor, self.max_events);
+            let mut read = engine.kv_events(&self.model_name, self.cursor, self.max_events);
+            let mut has_news = false;
+            if let (Some(known), Some(read)) = (&mut self.tiers, &mut read) {
+                engine.follow_tiers(known, read);
+                has_news = known.has_news();
+            }
             match &read {
                 None if !self.is_first => return false,
                 None => {}
                 Some(read) => {
                     self.cursor = read.next_cursor;
-                    if !self.is_first && !read.lost && read.events.is_empty() {
+                    if !self.is_first && !read.lost && read.events.is_empty() && !has_news {
                         break;
                     }
                 }
@@ -95,7 +106,7 @@ impl Stream {
 
     /// The batch of these events.
     fn batch(&self, engine: &Engine, read: Option<&Events>) -> Outgoing {
-        let payload = engine.kv_event_batch(read).payload;
+        let payload = engine.kv_event_batch(read, self.tiers.as_ref()).payload;
         outgoing(&self.peer, self.uid.clone(), self.op.clone(), payload)
     }
 
@@ -135,7 +146,7 @@ impl Streams {
     pub fn open(&mut self, job: &RequestJob) -> Vec<Outgoing> {
         let operation = job.sender.spec().operation.name();
         let metrics = Arc::clone(self.server.engine.metrics());
-        let (instance, mut stream) = match Stream::asked(job) {
+        let (instance, mut stream) = match Stream::asked(job, &self.server.engine) {
             Ok(asked) => asked,
             Err(reason) => {
                 metrics.refused(operation, reason);

@@ -12,7 +12,7 @@ use kvtier_client::{Client, EngineDrivenSpec, EngineDrivenWorker, KvEventUpdate,
 use serde_json::Value;
 
 use crate::http::{json_of, request as http};
-use crate::l2::{fs, hits, settle, with_tiers};
+use crate::l2::{fs, hits, settle, small_tier, with_tiers};
 use crate::support::{Frames, Raw, Steps as _, TestServer, engine_driven, prompt, wait_until};
 
 const MODEL: &str = "test-model";
@@ -86,7 +86,7 @@ fn store_long(worker: &mut EngineDrivenWorker, number: u32) {
     assert_eq!(stored.unwrap().chunks.len(), 8);
 }
 
-/// What a client that has subscribed knows by now; it goes on with its acknowledgement.
+/// What a client that has subscribed knows by now, each chunk behind its medium; it goes on with its acknowledgement.
 fn catch_up(
     client: &Raw,
     uid: u8,
@@ -101,9 +101,10 @@ fn catch_up(
         }
         for event in &batch.events {
             for hash in &event.block_hashes {
+                let chunk = [event.medium.as_bytes(), hash].concat();
                 let is_news = match &*event.kind {
-                    "stored" => known.insert(hash.to_vec()),
-                    _ => known.remove(&**hash),
+                    "stored" => known.insert(chunk),
+                    _ => known.remove(&chunk),
                 };
                 assert!(is_news, "{event:?}");
             }
@@ -257,6 +258,56 @@ fn chunks_that_come_back_from_a_tier_are_announced_again() {
     catch_up(&client, 1, &mut known, |known| known.len() == 4);
     assert_eq!(known, before);
     assert!(client.settle().is_empty());
+}
+
+// proves: docs/python.md#kv-events
+#[test]
+fn clients_of_kvtier_know_what_tiers_have_and_others_hear_nothing_of_it() {
+    let directories = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let (small, large) = (small_tier(directories[0].path()), fs(directories[1].path()));
+    let server = with_tiers(&[&small, &large], &[]);
+    let (mut ours, mut theirs) = (server.raw(), server.raw());
+    let is_tier = |chunk: &Vec<u8>| chunk.starts_with(b"STORAGE");
+    subscribe(&ours, 1, 1, MODEL, i64::MAX - 1, 1024);
+    subscribe(&theirs, 2, 2, MODEL, i64::MAX, 1024);
+    let (mut our_known, mut their_known) = (BTreeSet::new(), BTreeSet::new());
+    for (client, uid) in [(&ours, 1), (&theirs, 2)] {
+        assert!(batch(&client.receive()).events.is_empty());
+        say(client, uid, "ack");
+    }
+    let mut worker = server.engine_driven(1, &Scope::new(MODEL));
+    worker.stored(&prompt(1, 4), 0..4, 1);
+    settle(&server);
+    catch_up(&ours, 1, &mut our_known, |known| known.len() == 4);
+    assert!(!our_known.iter().any(is_tier));
+    let listed = json_of(&server, "GET", "/cache/objects", "").1;
+    let keys = listed["entries"].as_array().unwrap().iter();
+    let keys: Vec<_> = keys.map(|entry| entry["key"].clone()).collect();
+    let delete = |keys: &[Value]| {
+        let body = serde_json::json!({ "keys": keys, "tier": "l2", "force": true });
+        json_of(&server, "DELETE", "/cache/objects", &body.to_string());
+    };
+    // One is in no tier when L1 loses it.
+    delete(&keys[..1]);
+    assert!(ours.settle().is_empty());
+    server.engine().admin().clear(true);
+    let is_moved = |known: &BTreeSet<_>| known.len() == 3 && known.iter().all(is_tier);
+    catch_up(&ours, 1, &mut our_known, is_moved);
+    // A chunk is there as long as one tier has it.
+    for number in 2..=5 {
+        worker.stored(&prompt(number, 20), 0..20, 1);
+        settle(&server);
+    }
+    assert!(server.readings().tiers[0].evicted_objects >= 20);
+    catch_up(&ours, 1, &mut our_known, |known| known.len() == 3 + 80);
+    assert_eq!(our_known.iter().filter(|it| is_tier(it)).count(), 3);
+    delete(&keys[1..]);
+    catch_up(&ours, 1, &mut our_known, |known| known.len() == 80);
+    assert!(!our_known.iter().any(is_tier));
+    assert!(ours.settle().is_empty());
+    catch_up(&theirs, 2, &mut their_known, |known| known.len() == 80);
+    assert!(theirs.settle().is_empty());
+    server.assert_sound();
 }
 
 #[test]

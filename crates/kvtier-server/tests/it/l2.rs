@@ -488,7 +488,7 @@ fn stores_beyond_queue_are_dropped_and_counted() {
 }
 
 /// A tier for some 63 objects of 8 KiB and a trailer.
-fn small_tier(directory: &Path) -> String {
+pub fn small_tier(directory: &Path) -> String {
     format!(
         r#"{{"type":"fs","base_path":"{}","max_capacity_gb":{}}}"#,
         directory.display(),

@@ -6,8 +6,10 @@ import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
+import msgspec
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
@@ -17,7 +19,8 @@ from ..transfer import Group
 from .kinds import hash_block_tokens, served_numbers
 from .resets import PoolResets
 
-_MEDIUM = "CPU"
+# Media: of chunks that the server has in L1, and in a tier.
+_CPU, _STORAGE = "CPU", "STORAGE"
 
 # Block hashes that are announced at a time, of about 50 bytes each; beyond it the least recently used chunks, with those behind them, are
 # announced as removed.
@@ -78,7 +81,7 @@ class _GroupEvents:
             token_ids=list(tokens[first * size : last * size]),
             block_size=size,
             lora_id=lora.adapter_id if lora else None,
-            medium=_MEDIUM,
+            medium=_CPU,
             lora_name=lora.lora_name if lora else None,
             extra_keys=_published(extra_keys),
             session_id=getattr(request, "session_id", None),
@@ -114,11 +117,15 @@ class AnnouncedChunk:
     hashes: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
     """Block hashes by number of the group."""
 
+    media: set[str] = field(default_factory=lambda: {_CPU})
+    encoded: list[bytes] = field(default_factory=list)
+    """Its ``BlockStored`` events for other media; none without a key. Encoded, tokens take a tenth of their objects."""
+
 
 class Announcements:
     """Events to publish, and the announced chunks.
 
-    A block hash is announced once per group until it is removed, and removed once: llm-d and Dynamo count announcements, and Dynamo
+    A block hash is announced once per group and medium until it is removed, and removed once: llm-d and Dynamo count announcements, and Dynamo
     ignores what follows an unknown hash in a removal. A chunk is announced only behind the one before it, whose hash readers look up,
     and not while the server's last word on it is a removal: reports of stores and the server's events overtake each other.
     """
@@ -150,25 +157,28 @@ class Announcements:
         """Follows resets of vLLM's block pool."""
         self._resets = PoolResets(pool)
 
-    def follow(self, connection: tuple[int, int] | None, changes: Mapping[bytes, bool]) -> None:
+    def follow(self, connection: tuple[int, int] | None, changes: Mapping[bytes, bool], tiers: Mapping[bytes, bool] = MappingProxyType({})) -> None:
         """Removes all chunks if vLLM's cache was reset since the last call, or if the connection is another one: the server is lost, may
         be another one, or has removed chunks unheard. Otherwise applies the server's ``changes``: a chunk's hash, and whether the server
-        has stored the chunk, not removed it."""
+        has stored the chunk, not removed it; and those of its ``tiers``."""
         if self._resets is not None and self._resets.take():
             self._forget()
         if connection != self.connection:
             self.connection = connection
             self._remove_all()
-        for key, is_stored in changes.items():
-            if not is_stored:
-                # A hash keeps its place, so that no chunk waits for one that is forgotten later than its own.
-                self._removed.setdefault(key, {})
-                for identity in list(self._identities.get(key, ())):
-                    self.remove(identity)
-        for key, is_stored in changes.items():
-            if is_stored:
-                for chunk in self._forget_removed(key):
-                    self.stored(chunk)
+        # First of all, as readers forget what no medium has.
+        for key in (key for key, is_stored in tiers.items() if is_stored):
+            self._add_medium(key, _STORAGE)
+        for key in (key for key, is_stored in changes.items() if not is_stored):
+            # A hash keeps its place, so that no chunk waits for one that is forgotten later than its own.
+            self._removed.setdefault(key, {})
+            self._remove_medium(key, _CPU)
+        for key in (key for key, is_stored in tiers.items() if not is_stored):
+            self._remove_medium(key, _STORAGE)
+        for key in (key for key, is_stored in changes.items() if is_stored):
+            self._add_medium(key, _CPU)
+            for chunk in self._forget_removed(key):
+                self.stored(chunk)
         while len(self._removed) > _MAX_REMOVED:
             self._forget_removed(next(iter(self._removed)))
 
@@ -248,9 +258,33 @@ class Announcements:
         for number, event in chunk.events:
             self._events.append(event)
             announced.hashes[number] += event.block_hashes
+            if chunk.key is not None:
+                announced.encoded.append(msgspec.msgpack.encode(event))
         self._hashes += sum(map(len, announced.hashes.values()))
         if self._hashes > self._max_hashes:
             self._shrink()
+
+    def _add_medium(self, key: bytes, medium: str) -> None:
+        """Announces a chunk, if it is announced in another medium, and the one before it."""
+        for identity in self._identities.get(key, ()):
+            chunk = self._chunks[identity]
+            if medium in chunk.media or (chunk.parent is not None and chunk.parent not in self._chunks):
+                continue
+            chunk.media.add(medium)
+            for encoded in chunk.encoded:
+                event = msgspec.msgpack.decode(encoded, type=BlockStored)
+                event.medium = medium
+                self._events.append(event)
+
+    def _remove_medium(self, key: bytes, medium: str) -> None:
+        for identity in list(self._identities.get(key, ())):
+            chunk = self._chunks[identity]
+            if chunk.media == {medium}:
+                self.remove(identity)
+            elif medium in chunk.media:
+                chunk.media.remove(medium)
+                for number, hashes in chunk.hashes.items():
+                    self._remove(number, hashes, medium)
 
     def found(self, request: Any, end: int, chunk: int, keys: Sequence[bytes]) -> None:
         """Announces the chunks of a hit: other engines may have stored them, and the server may have been away meanwhile."""
@@ -276,7 +310,9 @@ class Announcements:
             if not same:
                 del self._identities[chunk.key]
         for number, hashes in chunk.hashes.items():
-            self._remove(number, hashes)
+            self._hashes -= len(hashes)
+            for medium in chunk.media:
+                self._remove(number, hashes, medium)
 
     def _shrink(self) -> None:
         """Removes a sixteenth, and what is behind it, which readers could not find."""
@@ -290,27 +326,27 @@ class Announcements:
                 doomed += behind[identity]
                 self.remove(identity)
 
-    def _remove(self, number: int, hashes: list[Any]) -> None:
-        self._hashes -= len(hashes)
-        self._events.append(_event(BlockRemoved, block_hashes=hashes, medium=_MEDIUM, group_idx=number))
+    def _remove(self, number: int, hashes: list[Any], medium: str) -> None:
+        self._events.append(_event(BlockRemoved, block_hashes=hashes, medium=medium, group_idx=number))
 
     def _remove_all(self) -> None:
-        groups: dict[int, list[Any]] = defaultdict(list)
+        groups: dict[tuple[int, str], list[Any]] = defaultdict(list)
         for chunk in self._chunks.values():
             for number, hashes in chunk.hashes.items():
-                groups[number] += hashes
-        for number, hashes in groups.items():
-            self._remove(number, hashes)
+                for medium in chunk.media:
+                    groups[number, medium] += hashes
+        for (number, medium), hashes in groups.items():
+            self._remove(number, hashes, medium)
         self._clear()
 
     def _forget(self) -> None:
         # vLLM itself announces that everything is cleared.
         self._events.clear()
-        self._hashes = 0
         self._clear()
 
     def _clear(self) -> None:
         self._epoch += 1
+        self._hashes = 0
         for each in (self._chunks, self._identities, self._removed, self._waiting):
             each.clear()
 

@@ -428,13 +428,13 @@ class Scheduling:
         """Removes announced chunks that the server or vLLM has lost."""
         if self.announcements is None:
             return
-        client, connection, changes = self.adapter.client, None, {}
+        client, connection, changes = self.adapter.client, None, ({}, {})
         if client.is_healthy and (news := self.server_events.take()) is not None:
             epoch, changes = news
             connection = client.connections, epoch
         if connection != self.announcements.connection and (why := self.server_events.obstacle) is not None:
             logger.warning("%s: KV events of evicted chunks come only with a lookup that does not find them", why)
-        self.announcements.follow(connection, changes)
+        self.announcements.follow(connection, *changes)
 
     @falls_back(dict)
     def _store_events(self, tracked: Tracked, move: Move) -> dict[int, ChunkEvents]:
