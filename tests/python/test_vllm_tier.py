@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from kvrig.proxy import Proxy
+from kvrig.server import free_port
 from kvrig.waiting import wait_until
 
 pytest.importorskip("vllm")
@@ -35,8 +37,8 @@ def offloading_config(**more):
 class Tier:
     """A tier over rows of its own, and the scheduler's part."""
 
-    def __init__(self, server, **options):
-        self.rows = np.random.default_rng(1).integers(0, 255, (ROWS, ROW), np.uint8)
+    def __init__(self, server, row=ROW, **options):
+        self.rows = np.random.default_rng(1).integers(0, 255, (ROWS, row), np.uint8)
         events = SimpleNamespace(enable_kv_cache_events=True)
         spec = SimpleNamespace(config=offloading_config(), kv_events_config=events)
         options = {"url": server.url, "model_name": "test", "heartbeat": 1, **options}
@@ -158,6 +160,21 @@ def test_leases_end_with_the_last_request(place, tiers):
     assert not tier.tier._verdicts and not tier.tier._requests
 
 
+def test_store_without_space_for_all_takes_the_beginning(place, tiers):
+    """vLLM names the chunks of a store in any order; a prompt without its first chunk is no hit."""
+    # An L1 of 32 rows, of which a quarter may be written at once.
+    server = place.server(l1_gb=2 / 1024)
+    server.expect_trouble("staged and not committed bytes are at the limit")
+    tier = tiers(server, row=1 << 16)
+    keys, context = keys_of("beginning", ROWS), tier.request("a")
+    for at, key in enumerate(keys):
+        context.set_offload_key_position(key, 16 * (at + 1))
+    assert tier.end(tier.submit(set(keys), range(ROWS), context)) == [True]
+    found = tier.lookup(keys, context)
+    assert 0 < found.count(HIT) < ROWS
+    assert found == [HIT] * found.count(HIT) + [MISS] * found.count(MISS)
+
+
 def test_requests_that_end_before_the_step_leave_shared_keys(place, tiers):
     """A key that another request waits for is asked all the same."""
     tier = tiers(place.server())
@@ -221,6 +238,20 @@ def test_absent_server_costs_no_time(place, tiers):
     wait_until(tier.is_up, 60, "a registration")
     assert tier.end(tier.submit(keys, range(4), context)) == [True]
     assert tier.lookup(keys, tier.request("b")) == [HIT] * 4
+
+
+def test_server_without_operations_by_key_is_not_used(place, tiers):
+    """An earlier release, or one that takes the place of a newer one."""
+    server = place.server()
+    proxy = Proxy(server.url, free_port(), hidden=["kvtier.objects.1"])
+    place.proxies.append(proxy)
+    tier = tiers(SimpleNamespace(url=proxy.url, process=None))
+    wait_until(lambda: not tier.is_up() and tier.tier._features is None and tier.tier._connection > 0, 60, "the server's features")
+    context = tier.request("a")
+    assert tier.step(keys_of("older"), context) == [MISS] * 4
+    job = tier.submit(keys_of("older"), range(4), context)
+    tier.poll()
+    assert not tier.results[job].success
 
 
 def test_tenants_adapters_and_unknown_contents(place, tiers):

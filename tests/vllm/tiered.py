@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -45,6 +44,7 @@ LOOKUP_TIMEOUT = 1.0
 WAIT = 0.3
 # A trace in which most prompts are asked again soon or never, and the first ones often. Half of it fits.
 SESSIONS, REQUESTS, RESTART = 64, 160, 120
+COMMON, COMMON_SHARE = 4, 0.3
 PRIMARY_MIB, L1_MIB, DISK_MIB = 32, 16, 48
 # Files of vLLM's host memory.
 REGIONS = "/dev/shm/vllm_offload_*"
@@ -70,8 +70,11 @@ class Inside(forked.Inside):
     def figures(self, rounds):
         """Milliseconds of the scheduler's thread for all that it does for the lookups of 128 new keys, missed and hit, and of a load of
         them beside a copy of as many bytes in memory, the least of some rounds each."""
+        from vllm.v1.kv_offload.base import ReqContext
+        from vllm.v1.kv_offload.tiering.base import TransferJob
+
         tier, best = self.tier(), {}
-        context = SimpleNamespace(req_id="figures", kv_transfer_params=None)
+        context = ReqContext("figures")
         view = np.asarray(tier._primary_kv_view).view(np.uint8)
         view[:] = np.random.default_rng(1).integers(0, 255, view.shape[1], np.uint8)
         target = np.empty((KEYS, view.shape[1]), np.uint8)
@@ -106,8 +109,6 @@ class Inside(forked.Inside):
                 results = tier.get_finished_jobs()
             assert [(each.job_id, each.success) for each in results] == [(job.job_id, True)], results
             return submitted, time.perf_counter() - began
-
-        from vllm.v1.kv_offload.tiering.base import TransferJob
 
         for _ in range(rounds):
             keys = [os.urandom(36) for _ in range(KEYS)]
@@ -267,6 +268,7 @@ def engines(case, model="llama", hit=WHOLE, second=None, **options):
     case.hits("hits", case.engine(server, model, **(options if second is None else second)), prompts, hit)
 
 
+# proves: docs/vllm.md#below-vllms-offloadingconnector
 @case
 def checkpoints(case):
     """Two checkpoints under one path share nothing; a tier whose model nobody names is refused."""
@@ -293,6 +295,7 @@ def workers(case):
     engines(case, tensor_parallel_size=2)
 
 
+# proves: docs/vllm.md#below-vllms-offloadingconnector
 @case
 def canonical(case):
     """With a canonical layout, one rank loads what two have stored."""
@@ -300,6 +303,7 @@ def canonical(case):
     engines(case, tensor_parallel_size=2, extra=extra, second={"extra": extra})
 
 
+# proves: docs/vllm.md#below-vllms-offloadingconnector
 @case
 def failures(case):
     """A server that hangs, dies and returns: the same answers, no call waits, and no request waits longer than a lookup may take."""
@@ -346,8 +350,8 @@ def beside_fs(case):
     source, trace = random.Random("trace"), []
     for at in range(REQUESTS):
         newest = at * SESSIONS // REQUESTS
-        is_common = source.random() < 0.2
-        trace.append(source.randrange(8) if is_common else max(0, newest - int(source.expovariate(1 / 8))))
+        is_common = source.random() < COMMON_SHARE
+        trace.append(source.randrange(COMMON) if is_common else max(0, newest - int(source.expovariate(1 / 8))))
     prompts, found = [prompt_of(f"trace-{number}", 548) for number in range(SESSIONS)], {}
     fits = case.logs / "disk"
     fits.mkdir()

@@ -46,6 +46,9 @@ _TOKENS = 16
 # Key of a request's facts in what vLLM shows a tier of the request.
 _FACTS = "kvtier.facts"
 
+# Feature of servers with operations by key.
+_OBJECTS = "kvtier.objects.1"
+
 # Seconds between two checks in drain_jobs.
 _POLL_INTERVAL = 0.1
 
@@ -228,6 +231,10 @@ class KvTier(SecondaryTierManager):
         self._finds: list[_Find] = []
         self._is_polled = False
         self._is_up = False
+        # Number of the last checked connection, and the answer that is awaited.
+        self._connection = -1
+        self._features: Future[list[str]] | None = None
+        self._has_objects = False
         self._jobs: dict[int, _Job] = {}
         self._results: list[JobResult] = []
         publishes = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
@@ -307,8 +314,7 @@ class KvTier(SecondaryTierManager):
     def _poll_finds(self) -> None:
         """Applies the answers that have arrived, once per step."""
         self._is_polled = True
-        worker = self._registration.worker
-        self._is_up = self._client.is_healthy and worker is not None and worker.is_registered
+        self._is_up = self._check_server()
         if not self._finds:
             return
         finds, self._finds = self._finds, []
@@ -321,6 +327,23 @@ class KvTier(SecondaryTierManager):
                 self._answer(find, find.future.result(0), None)
             except KvTierError as error:
                 self._answer(find, None, error)
+
+    def _check_server(self) -> bool:
+        """Whether the server is there, knows this worker, and has operations by key. Asks each new one for the last."""
+        client, worker = self._client, self._registration.worker
+        if not client.is_healthy or worker is None or not worker.is_registered:
+            return False
+        if self._connection != client.connections:
+            self._connection, self._has_objects, self._features = client.connections, False, client.get_experimental()
+        if self._features is not None and self._features.done():
+            try:
+                self._has_objects = _OBJECTS in self._features.result(0)
+                if not self._has_objects:
+                    logger.warning("the server at %s has no operations by key (%s); computing without it", client.url, _OBJECTS)
+            except KvTierError:  # Asked again.
+                self._connection = -1
+            self._features = None
+        return self._has_objects
 
     def _answer(self, find: _Find, found: list[bool] | None, error: Exception | None) -> None:
         """Applies the result of a lookup. A failed one may have leases, too: the server may have answered too late."""
@@ -369,11 +392,17 @@ class KvTier(SecondaryTierManager):
         self._submit(job_metadata)
 
     def _submit(self, job: TransferJob) -> None:
-        started = _Job(job, list(job.keys))
+        # In the order of the prompt, which the keys of stores have not: if the server has no space for all, it takes the first.
+        position = job.req_context.get_offload_key_position
+        pairs = sorted(zip(job.keys, job.chunk_ids.tolist(), strict=True), key=lambda pair: position(pair[0]) or 0)
+        started = _Job(job, [key for key, _ in pairs])
         self._jobs[job.job_id] = started
         request, worker = self._requests.get(job.req_context.req_id), self._registration.worker
-        if worker is None or request is None or not request.facts.is_known or not self._client.is_healthy:
-            self._finish(started, "the server is away, or the request is not identified", None)
+        if worker is None or not self._check_server():
+            self._finish(started, "the server is away", None)
+            return
+        if request is None or not request.facts.is_known:
+            self._finish(started, "the request has contents that no key has", None)
             return
         prompt = self._prompt(started.keys, request.facts)
         worker.submit(
@@ -383,7 +412,7 @@ class KvTier(SecondaryTierManager):
             len(prompt),
             f"tier-{self._instance:x}-job-{job.job_id}",
             request.facts.salt,
-            [[int(row) for row in job.chunk_ids]],
+            [[row for _, row in pairs]],
             is_store=not job.is_promotion,
             timeout=self._timeout,
         )
