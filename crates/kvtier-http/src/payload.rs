@@ -1,4 +1,5 @@
-//! Request bodies: received under one budget, and parsed apart from the HTTP thread, large ones one at a time.
+//! Request bodies: received under one budget, and parsed apart from the HTTP thread. One of at most [`MEDIUM`] bytes is parsed at a time,
+//! and beside it a larger one.
 //!
 //! | bound | bytes |
 //! | --- | --- |
@@ -29,14 +30,17 @@ const RECEIVED: u64 = 40 << 20;
 /// Largest body that is always received, bytes.
 const SMALL: usize = 16 << 10;
 
+/// Largest body that waits for no larger ones, bytes: 32,768 token ids as a list.
+const MEDIUM: usize = 256 << 10;
+
 /// How long the rest of a refused body is awaited.
 const LINGER: Duration = Duration::from_secs(1);
 
 /// What all requests of a server share.
 pub struct Bodies {
     received: Arc<Budget>,
-    /// Turn to parse a large body.
-    turn: Arc<Semaphore>,
+    /// Turns to parse a body of at most [`MEDIUM`] bytes, and a larger one.
+    turns: [Arc<Semaphore>; 2],
 }
 
 impl Default for Bodies {
@@ -49,7 +53,7 @@ impl Bodies {
     fn new(received: u64) -> Self {
         Self {
             received: Budget::new(received),
-            turn: Arc::new(Semaphore::new(1)),
+            turns: [0; 2].map(|_| Arc::new(Semaphore::new(1))),
         }
     }
 }
@@ -70,7 +74,8 @@ impl<const LIMIT: usize> Payload<LIMIT> {
     ) -> Result<T, ApiError> {
         let turn = if self.bytes.len() > SMALL {
             // Never closed.
-            Arc::clone(&self.bodies.turn).acquire_owned().await.ok()
+            let turn = &self.bodies.turns[usize::from(self.bytes.len() > MEDIUM)];
+            Arc::clone(turn).acquire_owned().await.ok()
         } else {
             None
         };
@@ -330,14 +335,14 @@ mod tests {
 
     // proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
     #[tokio::test]
-    async fn large_bodies_are_parsed_one_at_a_time_and_small_ones_beside_them() {
+    async fn large_bodies_are_parsed_one_at_a_time_and_smaller_ones_beside_them() {
         static PARSED: AtomicUsize = AtomicUsize::new(0);
         let api = api(RECEIVED);
         let (begun, begins) = mpsc::channel();
         let mut gates = Vec::new();
         let mut tasks = Vec::new();
         for number in 0..8 {
-            let body = Body::from(vec![b' '; SMALL + 1]);
+            let body = Body::from(vec![b' '; MEDIUM + 1]);
             let payload = receive(&api, body).await.unwrap_or_else(|_| panic!());
             let (open, gate) = mpsc::channel::<()>();
             gates.push(open);
@@ -353,9 +358,11 @@ mod tests {
         let (first, others) = begins.recv().unwrap();
         assert_eq!((first, others), (0, 0));
         // This thread, which is the only one of the runtime, is free meanwhile.
-        let small = receive(&api, Body::from("{}")).await;
-        let small = small.unwrap_or_else(|_| panic!());
-        assert_eq!(small.read(<[u8]>::len).await.unwrap(), 2);
+        for len in [2, MEDIUM] {
+            let smaller = receive(&api, Body::from(vec![b' '; len])).await;
+            let smaller = smaller.unwrap_or_else(|_| panic!());
+            assert_eq!(smaller.read(<[u8]>::len).await.unwrap(), len);
+        }
         assert!(begins.try_recv().is_err());
         drop(gates);
         for task in tasks {
