@@ -100,7 +100,10 @@ impl Endpoint {
 
     /// An error of this server.
     pub(super) fn error(&self, kind: ErrorKind, what: &dyn Display) -> L2Error {
-        L2Error::new(kind, format!("{}: {what}", self.name()))
+        let (prefix, what) = (format!("{}: ", self.name()), what.to_string());
+        // A connection's failure has the address that was tried.
+        let what = what.strip_prefix(&prefix).unwrap_or(&what);
+        L2Error::new(kind, format!("{prefix}{what}"))
     }
 
     /// An error for replies that no server sends.

@@ -329,7 +329,10 @@ async fn server_that_is_not_there_is_unavailable_at_once_after_the_first_attempt
     let adapter = RespAdapter::open("resp", &options);
     for _ in 0..3 {
         let found = adapter.lookup(vec![object(1, 10)]).await;
-        assert_eq!(found.unwrap_err().kind(), ErrorKind::Unavailable);
+        let error = found.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unavailable);
+        let address = format!("127.0.0.1:{port}");
+        assert_eq!(error.to_string().matches(&address).count(), 1, "{error}");
     }
     assert_eq!(adapter.status()["is_healthy"], false);
     adapter.close().await;
