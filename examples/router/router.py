@@ -125,7 +125,8 @@ class Router:
             packed = None
         if packed is None:
             return {}
-        question = {"model_name": self.model or body.get("model"), "token_ids": packed, "cache_salt": body.get("cache_salt") or ""}
+        model = self.model or body.get("model")
+        question = {"model_name": model, "token_ids": packed, "cache_salt": body.get("cache_salt") or ""}
         question = json.dumps(question).encode()
         asked = [asyncio.create_task(self.ask(host.server, question)) for host in self.hosts]
         await asyncio.wait(asked, timeout=self.budget)
@@ -139,7 +140,7 @@ class Router:
                 answers[number] = task.result()
                 error = answers[number]["refused"]
             if error is not None:
-                self.tell(f"{self.hosts[number].server}: {error}")
+                self.tell(f"{self.hosts[number].server}: model {model!r}: {error}")
         return answers
 
     def tell(self, line):

@@ -1,9 +1,11 @@
 """`examples/router/router.py` before simulated engines, which store prompts in real kvtier servers."""
 
+import asyncio
 import http.client
 import json
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import urllib.request
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import CHUNK
@@ -224,6 +227,14 @@ def test_servers_that_answer_otherwise_have_nothing(hosts):
         other.shutdown()
         other.server_close()
     assert counts(hosts) == [1, 1, 1]
+
+
+def test_refusal_names_the_model(place, capsys):
+    """The one that the server was asked for."""
+    module = runpy.run_path(str(ROUTER))
+    asked = module["Router"]([SimpleNamespace(server=place.server().http)], budget=30).matches({"model": "other", "prompt": [1]})
+    asyncio.run(asked)
+    assert ": model 'other': " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("pair", ["http://a:1", "a:1=b:2", "http://a:1=https://b:2", "http://a:x=http://b:2", "http://=http://b:2"])
