@@ -106,6 +106,7 @@ def test_options():
         ({"kvtier.transfer_mode": "x"}, "allowed are auto, engine_driven, lmcache_driven"),
         ({"kvtier.key_mode": "x"}, "allowed are tokens, block_hashes"),
         ({"kvtier.url": 5}, "a text is needed"),
+        ({"kvtier.url": "http://localhost:8080"}, "^kvtier.url: 'http://localhost:8080'; allowed are tcp://HOST:PORT and ipc://PATH"),
     ]:
         with pytest.raises(ValueError, match=error):
             Options.read(wrong)

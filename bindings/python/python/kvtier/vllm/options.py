@@ -120,6 +120,8 @@ class Options:
                 check_model_name(options.model_name)
             except ValueError as error:
                 raise ValueError(f"{PREFIX}{error}") from None
+        if "://" in options.url and not options.url.startswith(("tcp://", "ipc://")):
+            raise ValueError(f"{PREFIX}url: {options.url!r}; allowed are tcp://HOST:PORT and ipc://PATH")
         for name, allowed in (("transfer_mode", TRANSFER_MODES), ("key_mode", KEY_MODES)):
             if getattr(options, name) not in allowed:
                 raise ValueError(f"{PREFIX}{name}: {getattr(options, name)!r}; allowed are {', '.join(allowed)}")
