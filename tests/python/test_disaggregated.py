@@ -237,11 +237,12 @@ def test_aborted_wait_releases_its_leases(pair):
         ({"kvtier.hand_over": True, "role": "kv_consumer"}, PREFILL, 0),
     ],
 )
-def test_only_prefill_requests_hand_over(place, engines, options, params, handed):
-    """If the engine's option says so: with parameters that name what is stored."""
+def test_only_prefill_requests_hand_over(place, engines, caplog, options, params, handed):
+    """If the engine's option says so: with parameters that name what is stored. Without the option the log has a word of it."""
     engine = engines(place.server(), **options)
     engine.prefill(request("a", tokens(3 * CHUNK + 1, "asked"), kv_transfer_params=params), range(1, 14))
     assert engine.handed_over == (None if handed is None else {"kvtier.stored_tokens": handed})
+    assert ("set kvtier.hand_over" in caplog.text) == (params is PREFILL and not options)
     assert engine.scheduler._scheduling.errors.take() == 0
 
 

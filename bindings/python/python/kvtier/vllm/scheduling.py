@@ -107,6 +107,7 @@ class Scheduling:
         self.next_number = 0
         self.in_flight_stores: dict[int, InFlightStore] = {}
         self.was_reset = False
+        self.has_warned_of_prefill = False
         self.pool_resets: PoolResets | None = None
         # None: vLLM's pool counts no references, or is not known. Then ended requests and preemptions wait for stores.
         self.holds: Holds | None = None
@@ -582,6 +583,10 @@ class Scheduling:
         if tracked is not None:
             self.adapter.end_session(request_id)
         handed_over = None
+        if not self.options.hand_over and not self.has_warned_of_prefill and is_prefill(request):
+            self.has_warned_of_prefill = True
+            what = "a request has do_remote_decode: unless another connector answers it, set kvtier.hand_over, or its decode may compute it again"
+            logger.warning(what)
         if self.options.hand_over and is_prefill(request):
             # After a reset no other engine has this one's keys. If a load failed, what vLLM itself had may be lost in the server too.
             has_stored = tracked is not None and not self.was_reset and tracked.bypass != "load_failed"
