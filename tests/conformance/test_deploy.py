@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from kvrig.server import REPOSITORY, our_command
+from kvrig.server import REPOSITORY, free_port, our_command
 
 pytestmark = pytest.mark.ours("these files are ours")
 
@@ -315,7 +315,8 @@ def check_host(monkeypatch, server, engine, variables, names):
         {"type": "resp", "host": names[1], "port": 6379},
     )
     # No tier is asked here for an object.
-    check_flags([each for each in arguments if each not in flag(arguments, "--l2-adapter") + ["--l2-adapter"]], {})
+    [peer_port] = flag(arguments, "--peer-port")
+    check_flags([each for each in arguments if each not in flag(arguments, "--l2-adapter") + ["--l2-adapter"]], {peer_port: str(free_port())})
     transfer = json.loads(flag(engine, "--kv-transfer-config")[0])
     assert transfer["kv_connector_extra_config"] == {"kvtier.url": "tcp://localhost:5555"} and "--port" not in arguments
 
