@@ -99,7 +99,16 @@ pub(super) fn shown<'a>(engine: &Engine, salt: &'a str) -> Cow<'a, str> {
 
 /// Makes changes, all or none; says how many of the entries were there before.
 async fn change(api: &ApiState, changes: Changes, what: &'static str) -> Result<usize, ApiError> {
-    let quotas = Arc::clone(engine(api)?.quotas());
+    let engine = engine(api)?;
+    let names = &engine.salts().names;
+    let mut set = changes.iter().filter(|(_, entry)| entry.is_some());
+    if let Some((salt, _)) = set.find(|(salt, _)| names.has_prefix_twice(salt)) {
+        return Err(failure(Error::refused(format!(
+            "cache_salt: {} has the --tenant-prefix; allowed: the name behind it",
+            names.name(salt)
+        ))));
+    }
+    let quotas = Arc::clone(engine.quotas());
     let outcome = run_blocking(move || {
         let salts: Vec<_> = changes.iter().map(|(salt, _)| Arc::clone(salt)).collect();
         let is_set = changes.iter().any(|(_, entry)| entry.is_some());

@@ -35,6 +35,12 @@ impl TenantNames {
         }
     }
 
+    /// Whether a salt has the prefix twice: its name looks like the salt of another tenant, which was meant.
+    pub fn has_prefix_twice(&self, salt: &str) -> bool {
+        let name = salt.strip_prefix(&*self.prefix);
+        !self.prefix.is_empty() && name.is_some_and(|name| name.starts_with(&*self.prefix))
+    }
+
     /// The salt of the tenant with this name.
     pub fn salt<'a>(&self, name: &'a str) -> Cow<'a, str> {
         match name.strip_prefix('@') {

@@ -26,6 +26,11 @@ fn equal_names_with_and_without_the_prefix_are_two_tenants() {
     settle(&server);
     let limit = r#"{"limit_gb": 1}"#;
     assert_eq!(request(&server, "PUT", "/quota/acme", limit).0, 200);
+    let (status, _, refused) = request(&server, "PUT", "/quota/dynamo-cache-salt:acme", limit);
+    assert!(
+        status == 400 && refused.contains("dynamo-cache-salt:acme has the --tenant-prefix"),
+        "{refused}"
+    );
     for ((salt, name), seed) in salts.into_iter().zip(["acme", "@acme"]).zip(1..) {
         assert_eq!(read(&mut worker, salt, &prompt, seed, "r"), 2);
         let tenant = json_of(&server, "GET", &format!("/quota/{name}"), "").1;
