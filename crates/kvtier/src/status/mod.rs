@@ -2,6 +2,7 @@
 
 mod gpus;
 
+use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::process::ExitCode;
@@ -72,6 +73,9 @@ fn several(urls: &[&str], args: &StatusArgs) -> anyhow::Result<ExitCode> {
     let width = urls.iter().map(|url| url.len()).max().unwrap_or_default();
     let (mut out, mut all, mut total, mut healthy) =
         (String::new(), Map::new(), Usage::default(), 0);
+    let mut count = urls.len();
+    // URL of each server, by its start in nanoseconds.
+    let mut starts = HashMap::new();
     for (url, answer) in urls.iter().zip(answers) {
         let status = answer.and_then(|answer| {
             let status = parse(url, &answer)?;
@@ -79,7 +83,15 @@ fn several(urls: &[&str], args: &StatusArgs) -> anyhow::Result<ExitCode> {
             Ok(status)
         });
         let text = match status {
+            Ok(status) if starts.contains_key(&status.kv_events.incarnation) => {
+                count -= 1;
+                format!("the same as {}", starts[&status.kv_events.incarnation])
+            }
             Ok(status) => {
+                // LMCache's server has no such time.
+                if status.kv_events.incarnation > 0 {
+                    starts.insert(status.kv_events.incarnation, url);
+                }
                 healthy += usize::from(status.is_healthy);
                 let usage = Usage::of(&status);
                 total.add(&usage);
@@ -93,7 +105,6 @@ fn several(urls: &[&str], args: &StatusArgs) -> anyhow::Result<ExitCode> {
         };
         let _ = writeln!(out, "{url:<width$}  {text}");
     }
-    let count = urls.len();
     let name = format!("{count} servers");
     let _ = writeln!(out, "{name:<width$}  {healthy} healthy, {}", total.text());
     if args.json {

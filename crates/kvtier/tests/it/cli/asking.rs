@@ -93,11 +93,14 @@ fn status_of_several_servers_has_a_line_each() {
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let silent = format!("http://{}", silent.local_addr().unwrap());
     let closed = format!("http://127.0.0.1:{}", free_port());
-    // One that is given twice counts once.
-    let status = kvtier(&["status", &one.http, &other.http, &one.http]);
+    // One that is given twice, or by two names, counts once.
+    let named = one.http.replace("127.0.0.1", "localhost");
+    let status = kvtier(&["status", &one.http, &other.http, &one.http, &named]);
     assert!(status.status.success(), "{:?}", lines(&status.stderr));
-    let text = lines(&status.stdout);
-    assert_eq!(text.len(), 3, "{text:?}");
+    let mut text = lines(&status.stdout);
+    assert_eq!(text.len(), 4, "{text:?}");
+    let same = format!("{named}  the same as {}", one.http);
+    assert_eq!(text.remove(2), same);
     let usage = |size: &str| {
         format!("healthy, L1 0 B of {size} in use (0.0 %), objects 0, sessions 0, workers 0")
     };
