@@ -136,7 +136,7 @@ def test_each_job_has_one_exact_result(place, tiers):
 
 
 def test_leases_end_with_the_last_request(place, tiers):
-    """A lookup asks for the keys of one request and step that nobody has asked for. Its leases are for all that use its verdicts."""
+    """A lookup asks for the new keys of one request and step. Its leases are for all that use its verdicts."""
     server = place.server()
     tier = tiers(server)
     keys, context = keys_of("leases"), tier.request("a")
@@ -162,7 +162,7 @@ def test_leases_end_with_the_last_request(place, tiers):
 
 def test_store_without_space_for_all_takes_the_beginning(place, tiers):
     """vLLM names the chunks of a store in any order; a prompt without its first chunk is no hit."""
-    # An L1 of 32 rows, of which a quarter may be written at once.
+    # L1 has space for 32 rows, and a quarter of it may be written at once.
     server = place.server(l1_gb=2 / 1024)
     server.expect_trouble("staged and not committed bytes are at the limit")
     tier = tiers(server, row=1 << 16)
@@ -176,13 +176,17 @@ def test_store_without_space_for_all_takes_the_beginning(place, tiers):
 
 
 def test_requests_that_end_before_the_step_leave_shared_keys(place, tiers):
-    """A key that another request waits for is asked all the same."""
+    """A key that another request waits for is asked all the same; one that was missed, again for a later request."""
     tier = tiers(place.server())
     keys, first, second = keys_of("shared"), tier.request("a"), tier.request("b")
     assert [tier.tier.lookup(key, first) for key in keys] == [RETRY] * 4
     assert tier.tier.lookup(keys[1], second) == RETRY
     tier.tier.on_request_finished(first)
     assert tier.lookup(keys, second) == [MISS] * 4
+    assert tier.end(tier.submit(keys, range(4), second)) == [True]
+    third = tier.request("c")
+    assert tier.step(keys, third) == [RETRY] * 4
+    assert tier.lookup(keys, third) == tier.step(keys, second) == [HIT] * 4
 
 
 # proves: docs/vllm.md#below-vllms-offloadingconnector
@@ -196,10 +200,7 @@ def test_drain_waits_for_jobs_and_forgets(place, tiers):
     assert [tier.results[job].success for job in jobs] == [True] * ROWS
     assert tier.lookup(keys, tier.request("b")) == [MISS] * ROWS
     assert tier.end(tier.submit(keys, range(ROWS), context)) == [True]
-    assert tier.lookup(keys, tier.request("c")) == [MISS] * ROWS
-    for name in ("a", "b", "c"):
-        tier.tier.on_request_finished(ReqContext(name))
-    assert tier.lookup(keys, tier.request("d")) == [HIT] * ROWS
+    assert tier.lookup(keys, tier.request("c")) == [HIT] * ROWS
 
 
 # proves: docs/vllm.md#below-vllms-offloadingconnector
@@ -255,7 +256,7 @@ def test_server_without_operations_by_key_is_not_used(place, tiers):
 
 
 def test_tenants_adapters_and_unknown_contents(place, tiers):
-    """A key is found with the same salt and adapter only, and never if the request has what no key says."""
+    """A key is found with the same salt and adapter only, and never if the request has contents that no key has."""
     tier = tiers(place.server())
     keys = keys_of("facts")
     known = {

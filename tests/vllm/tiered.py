@@ -271,7 +271,7 @@ def engines(case, model="llama", hit=WHOLE, second=None, **options):
 # proves: docs/vllm.md#below-vllms-offloadingconnector
 @case
 def checkpoints(case):
-    """Two checkpoints under one path share nothing; a tier whose model nobody names is refused."""
+    """Two checkpoints under one path share nothing; a tier without a name of the model is refused."""
     server, prompts, path = case.server(), [prompt_of(f"checkpoints-{number}", PROMPT) for number in range(2)], case.logs / "model"
     for model in ("llama", "llama-other-weights"):
         shutil.rmtree(path, ignore_errors=True)

@@ -272,13 +272,21 @@ class KvTier(SecondaryTierManager):
                 self._counts["vllm:kv_offload_kvtier_skipped_keys"] += 1
                 return LookupResult.MISS
             self._verdicts[key] = verdict = _Verdict()
-            if not request.new:
-                self._asking.append(request)
-            request.new.append(key)
+            self._ask(key, request)
         if key not in request.keys:
             request.keys.add(key)
             verdict.users += 1
+            if verdict.result is LookupResult.MISS and self._is_up:
+                # Of an earlier request, which may have stored it since.
+                verdict.result = LookupResult.RETRY
+                self._leave(verdict)
+                self._ask(key, request)
         return verdict.result
+
+    def _ask(self, key: bytes, request: _Request) -> None:
+        if not request.new:
+            self._asking.append(request)
+        request.new.append(key)
 
     def on_schedule_end(self, context: Any) -> None:
         """Sends this step's new keys, one lookup per request."""
@@ -359,6 +367,13 @@ class KvTier(SecondaryTierManager):
                 verdict.result = LookupResult.HIT if is_found else LookupResult.MISS
         self._end_unused(find)
 
+    def _leave(self, verdict: _Verdict) -> None:
+        """Takes a verdict from the lookup that it relies on."""
+        find, verdict.find = verdict.find, None
+        if find is not None:
+            find.users -= 1
+            self._end_unused(find)
+
     def _end_unused(self, find: _Find) -> None:
         """Ends the leases of an answered lookup if nothing relies on them."""
         if find.has_leases and find.future is None and not find.users:
@@ -375,9 +390,7 @@ class KvTier(SecondaryTierManager):
             verdict.users -= 1
             if not verdict.users:
                 del self._verdicts[key]
-                if verdict.find is not None:
-                    verdict.find.users -= 1
-                    self._end_unused(verdict.find)
+                self._leave(verdict)
         # Others may wait for the rest of what it has not asked yet.
         request.new = [key for key in request.new if key in self._verdicts]
 
