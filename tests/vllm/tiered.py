@@ -81,6 +81,8 @@ class Inside(forked.Inside):
         target[:] = 1
         number = itertools.count(1 << 40)
 
+        wait_until(lambda: tier._check_server() and tier._features is None, 60, "the server")
+
         def note(name, seconds):
             best[name] = min(best.get(name, 1e9), 1000 * seconds)
 

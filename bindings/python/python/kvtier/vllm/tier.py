@@ -337,12 +337,12 @@ class KvTier(SecondaryTierManager):
                 self._answer(find, None, error)
 
     def _check_server(self) -> bool:
-        """Whether the server is there, knows this worker, and has operations by key. Asks each new one for the last."""
+        """Whether the server is there, knows this worker, and is not known to lack operations by key. Each new one is asked for them."""
         client, worker = self._client, self._registration.worker
         if not client.is_healthy or worker is None or not worker.is_registered:
             return False
         if self._connection != client.connections:
-            self._connection, self._has_objects, self._features = client.connections, False, client.get_experimental()
+            self._connection, self._has_objects, self._features = client.connections, True, client.get_experimental()
         if self._features is not None and self._features.done():
             try:
                 self._has_objects = _OBJECTS in self._features.result(0)
@@ -411,7 +411,7 @@ class KvTier(SecondaryTierManager):
         started = _Job(job, [key for key, _ in pairs])
         self._jobs[job.job_id] = started
         request, worker = self._requests.get(job.req_context.req_id), self._registration.worker
-        if worker is None or not self._check_server():
+        if worker is None or not self._check_server() or self._features is not None:
             self._finish(started, "the server is away", None)
             return
         if request is None or not request.facts.is_known:
