@@ -79,7 +79,7 @@ class Inside(forked.Inside):
         view[:] = np.random.default_rng(1).integers(0, 255, view.shape[1], np.uint8)
         target = np.empty((KEYS, view.shape[1]), np.uint8)
         target[:] = 1
-        number = itertools.count(1 << 40)
+        numbers = itertools.count(1 << 40)
 
         wait_until(lambda: tier._check_server() and tier._features is None, 60, "the server")
 
@@ -101,7 +101,7 @@ class Inside(forked.Inside):
             return own + time.perf_counter() - began, {each.name for each in found}
 
         def moved(keys, is_load):
-            job = TransferJob(next(number), keys, np.arange(KEYS, dtype=np.int32), is_load, context)
+            job = TransferJob(next(numbers), keys, np.arange(KEYS, dtype=np.int32), is_load, context)
             began = time.perf_counter()
             (tier.submit_load if is_load else tier.submit_store)(job)
             submitted = time.perf_counter() - began
@@ -112,22 +112,26 @@ class Inside(forked.Inside):
             assert [(each.job_id, each.success) for each in results] == [(job.job_id, True)], results
             return submitted, time.perf_counter() - began
 
-        for _ in range(rounds):
+        for number in range(20 * rounds):
             keys = [os.urandom(36) for _ in range(KEYS)]
             seconds, found = lookups(keys)
             assert found == {"MISS"}, found
             note("lookups of 128 keys that miss", seconds)
-            note("store of 128 keys", moved(keys, False)[1])
+            if number < rounds:
+                note("store of 128 keys", moved(keys, False)[1])
+                stored = keys
             tier.on_request_finished(context)
-            seconds, found = lookups(keys)
+        for number in range(20 * rounds):
+            seconds, found = lookups(stored)
             assert found == {"HIT"}, found
             note("lookups of 128 keys that hit", seconds)
-            submitted, seconds = moved(keys, True)
-            note("submission of a load of 128 keys", submitted)
-            note("load of 128 keys", seconds)
-            began = time.perf_counter()
-            np.copyto(target, view[:KEYS])
-            note(f"copy of {target.nbytes >> 20} MiB in memory", time.perf_counter() - began)
+            if number < rounds:
+                submitted, seconds = moved(stored, True)
+                note("submission of a load of 128 keys", submitted)
+                note("load of 128 keys", seconds)
+                began = time.perf_counter()
+                np.copyto(target, view[:KEYS])
+                note(f"copy of {target.nbytes >> 20} MiB in memory", time.perf_counter() - began)
             tier.on_request_finished(context)
         return best
 

@@ -52,11 +52,15 @@ _OBJECTS = "kvtier.objects.1"
 # Seconds between two checks in drain_jobs.
 _POLL_INTERVAL = 0.1
 
+# Names of their own: those of an enum's class are slow.
+_HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+
+_SKIPPED = "vllm:kv_offload_kvtier_skipped_keys"
 _METRICS = {
     "vllm:kv_offload_kvtier_finds": "Lookups sent to the kvtier server, each with the new keys of a request and step",
     "vllm:kv_offload_kvtier_failed_finds": "Lookups that failed or were not answered in time; their keys were misses",
     "vllm:kv_offload_kvtier_find_seconds": "Seconds from sending lookups to the use of their answers",
-    "vllm:kv_offload_kvtier_skipped_keys": "Keys that were misses since the kvtier server was away",
+    _SKIPPED: "Keys that were misses since the kvtier server was away",
     "vllm:kv_offload_kvtier_stored_keys": "Keys of stores that the kvtier server took; it has the others, or no space",
 }
 
@@ -124,7 +128,7 @@ class _Find:
     """A lookup that was sent, and its leases."""
 
     session: str
-    keys: list[bytes]
+    verdicts: list[_Verdict]
     future: Future[list[bool]] | None = None
     began: float = field(default_factory=time.monotonic)
     users: int = 0
@@ -136,7 +140,7 @@ class _Find:
 class _Verdict:
     """Whether the server has a key; RETRY while that is asked. Defaults are the class's, so that making one is cheap."""
 
-    result = LookupResult.RETRY
+    result = _RETRY
     find: _Find | None = None
     users = 0
     """Requests that use it."""
@@ -145,11 +149,11 @@ class _Verdict:
 @dataclass(eq=False, slots=True)
 class _Request:
     facts: Facts
-    keys: set[bytes] = field(default_factory=set)
-    """Keys whose verdict it uses."""
+    verdicts: dict[bytes, _Verdict] = field(default_factory=dict)
+    """Verdicts that it uses."""
 
-    new: list[bytes] = field(default_factory=list)
-    """Keys that are asked for at the end of the step."""
+    new: dict[bytes, _Verdict] = field(default_factory=dict)
+    """Those that are asked for at the end of the step."""
 
 
 @dataclass(eq=False, slots=True)
@@ -264,29 +268,30 @@ class KvTier(SecondaryTierManager):
         if not self._is_polled:
             self._poll_finds()
         request = self._requests.get(req_context.req_id)
-        if request is None or not request.facts.is_known:
-            return LookupResult.MISS
-        verdict = self._verdicts.get(key)
-        if verdict is None:
-            if not self._is_up:
-                self._counts["vllm:kv_offload_kvtier_skipped_keys"] += 1
-                return LookupResult.MISS
-            self._verdicts[key] = verdict = _Verdict()
-            self._ask(key, request)
-        if key not in request.keys:
-            request.keys.add(key)
-            verdict.users += 1
-            if verdict.result is LookupResult.MISS and self._is_up:
-                # Of an earlier request, which may have stored it since.
-                verdict.result = LookupResult.RETRY
-                self._leave(verdict)
-                self._ask(key, request)
-        return verdict.result
+        if request is None:
+            return _MISS
+        verdict = request.verdicts.get(key)
+        return self._share(key, request) if verdict is None else verdict.result
 
-    def _ask(self, key: bytes, request: _Request) -> None:
-        if not request.new:
-            self._asking.append(request)
-        request.new.append(key)
+    def _share(self, key: bytes, request: _Request) -> LookupResult:
+        """Returns the verdict of a key that the request has not looked up before. What an earlier one missed is asked again: it may have
+        stored it since."""
+        if not self._is_up or not request.facts.is_known:
+            self._counts[_SKIPPED] += not self._is_up
+            return _MISS
+        verdict = self._verdicts.get(key)
+        if verdict is None or verdict.result is _MISS:
+            if verdict is None:
+                self._verdicts[key] = verdict = _Verdict()
+            else:
+                verdict.result = _RETRY
+                self._leave(verdict)
+            if not request.new:
+                self._asking.append(request)
+            request.new[key] = verdict
+        request.verdicts[key] = verdict
+        verdict.users += 1
+        return verdict.result
 
     def on_schedule_end(self, context: Any) -> None:
         """Sends this step's new keys, one lookup per request."""
@@ -294,19 +299,18 @@ class KvTier(SecondaryTierManager):
         self._is_polled = False
         asking, self._asking = self._asking, []
         for request in asking:
-            keys, request.new = request.new, []
-            if keys:
-                self._send(keys, request.facts)
+            new, request.new = request.new, {}
+            if new:
+                self._send(new, request.facts)
 
-    def _send(self, keys: list[bytes], facts: Facts) -> None:
-        find = _Find(f"tier-{self._instance:x}-{next(self._numbers)}", keys)
-        for key in keys:
-            self._verdicts[key].find = find
-        find.users = len(keys)
+    def _send(self, new: dict[bytes, _Verdict], facts: Facts) -> None:
+        find = _Find(f"tier-{self._instance:x}-{next(self._numbers)}", list(new.values()), users=len(new))
+        for verdict in find.verdicts:
+            verdict.find = find
         self._counts["vllm:kv_offload_kvtier_finds"] += 1
         try:
             find.future = self._client.find(
-                self._prompt(keys, facts), find.session, self._model_name, cache_salt=facts.salt, timeout=self._lookup_timeout
+                self._prompt(new, facts), find.session, self._model_name, cache_salt=facts.salt, timeout=self._lookup_timeout
             )
         except ValueError as error:  # A salt that no key can have.
             self._answer(find, None, error)
@@ -359,12 +363,11 @@ class KvTier(SecondaryTierManager):
         self._counts["vllm:kv_offload_kvtier_find_seconds"] += time.monotonic() - find.began
         if found is None:
             self._counts["vllm:kv_offload_kvtier_failed_finds"] += 1
-            self._warnings.warning("find", "a lookup of %d chunks failed: %s; computing them", len(find.keys), error)
+            self._warnings.warning("find", "a lookup of %d chunks failed: %s; computing them", len(find.verdicts), error)
         find.has_leases = found is None or any(found)
-        for key, is_found in zip(find.keys, found or itertools.repeat(False), strict=False):
-            verdict = self._verdicts.get(key)
-            if verdict is not None and verdict.find is find and verdict.result is LookupResult.RETRY:
-                verdict.result = LookupResult.HIT if is_found else LookupResult.MISS
+        for verdict, is_found in zip(find.verdicts, found or itertools.repeat(False), strict=False):
+            if verdict.find is find and verdict.result is _RETRY:
+                verdict.result = _HIT if is_found else _MISS
         self._end_unused(find)
 
     def _leave(self, verdict: _Verdict) -> None:
@@ -385,14 +388,13 @@ class KvTier(SecondaryTierManager):
         request = self._requests.pop(req_context.req_id, None)
         if request is None:
             return
-        for key in request.keys:
-            verdict = self._verdicts[key]
+        for key, verdict in request.verdicts.items():
             verdict.users -= 1
             if not verdict.users:
                 del self._verdicts[key]
                 self._leave(verdict)
         # Others may wait for the rest of what it has not asked yet.
-        request.new = [key for key in request.new if key in self._verdicts]
+        request.new = {key: verdict for key, verdict in request.new.items() if verdict.users}
 
     # -- transfers ---------------------------------------------------------------------------
 
@@ -473,7 +475,7 @@ class KvTier(SecondaryTierManager):
         """Makes chunks that could not be loaded misses, so that vLLM computes them instead of trying again."""
         for key in keys:
             if (verdict := self._verdicts.get(key)) is not None:
-                verdict.result = LookupResult.MISS
+                verdict.result = _MISS
 
     def has_pending_work(self) -> bool:
         """Whether lookups are in flight: an idle engine then makes steps, so that their leases end."""
@@ -486,7 +488,7 @@ class KvTier(SecondaryTierManager):
             self._take(_POLL_INTERVAL)
         self._generation = os.urandom(16)
         for verdict in self._verdicts.values():
-            verdict.result = LookupResult.MISS
+            verdict.result = _MISS
 
     def shutdown(self) -> None:
         """Waits for transfers to end, unregisters and disconnects."""
