@@ -13,7 +13,7 @@ from rig import tokens
 pytest.importorskip("vllm")
 
 from conftest import CHUNK  # noqa: E402
-from kvtier.vllm import files  # noqa: E402
+from kvtier import files  # noqa: E402
 from kvtier.vllm.contents import Contents  # noqa: E402
 from kvtier.vllm.resets import PoolResets  # noqa: E402
 from vllm_rig import Vllm, request, vllm_config  # noqa: E402

@@ -13,7 +13,8 @@ from rig import tokens
 pytest.importorskip("vllm")
 
 from conftest import CHUNK  # noqa: E402
-from kvtier.vllm import files, fingerprint, pages, plain  # noqa: E402
+from kvtier import files, plain  # noqa: E402
+from kvtier.vllm import fingerprint, pages  # noqa: E402
 from kvtier.vllm.options import Identity, Options  # noqa: E402
 from vllm_rig import Vllm, request, vllm_config  # noqa: E402
 

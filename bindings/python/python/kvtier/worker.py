@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 TRANSFER_MODES = ("auto", "engine_driven", "lmcache_driven")
 
 # Sent as the device event if the work is already done.
-_NO_EVENT = b"stub_ipc_handle"
+NO_EVENT = b"stub_ipc_handle"
 
 # Seconds that wait_for_stores sleeps between two checks whether pages are still read.
 _POLL_INTERVAL = 0.005
@@ -339,7 +339,7 @@ class WorkerAdapter:
             to_prompt(op.token_ids, op.block_hashes, op.prompt, self.num_blocks_per_chunk(), self.chunk_tokens or 0)
             for op in ops
         ]
-        handle = _NO_EVENT if event is None else bytes(event.ipc_handle())
+        handle = NO_EVENT if event is None else bytes(event.ipc_handle())
         timeout = self.client.timeout
         if transfer.is_store and self.mode == "lmcache_driven":
             timeout = min(timeout, self._store_timeout)
@@ -469,7 +469,7 @@ class WorkerAdapter:
                 chunk_tokens = self.chunk_tokens or 1
                 transfer.chunks = list(range(tokens // chunk_tokens)) if chunks is None else chunks
                 transfer.tokens += len(transfer.chunks) * chunk_tokens
-                if self.on_cuda and event and event != _NO_EVENT:
+                if self.on_cuda and event and event != NO_EVENT:
                     transfer.event = event
             if transfer.parts == 0:
                 transfer.engine_event = None

@@ -8,8 +8,8 @@ import re
 import time
 from typing import Any
 
-from .files import Digests, Files, newest_change
-from .plain import fields
+from ..files import Digests, Files, newest_change
+from ..plain import fields
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import json
 import os
 from typing import Any
 
-from .files import weights_of
-from .plain import cache_dtype, digest, fields, plain
+from ..files import described, weights_of
+from ..plain import cache_dtype, digest, fields, plain
 
 # Fields of vLLM's configuration; docs/identity.md has all others, with the reasons.
 _MODEL = (
@@ -39,19 +39,6 @@ _LOAD = ("model_loader_extra_config",)
 _OTHER_SOURCES = ("ipc_cache", "modelexpress", "tensorizer")
 _WHOLE_CONFIGS = ("additional_config", "diffusion_config", "engram_config")
 
-# Files of a model's directory that describe its layers, their quantization, and the processing of pictures.
-_DESCRIPTIONS = (
-    "config.json",
-    "params.json",
-    "hf_quant_config.json",
-    "quantize_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
-# Their keys that do not describe the model.
-_IGNORED_KEYS = ("_name_or_path", "transformers_version")
-
 
 def fingerprint(vllm_config: Any) -> str:
     """Returns 16 hexadecimal digits, equal in all processes of all engines with this configuration.
@@ -68,7 +55,7 @@ def fingerprint(vllm_config: Any) -> str:
     parts = {
         "model": fields(model, _MODEL),
         "commit": getattr(getattr(model, "hf_config", None), "_commit_hash", None),
-        "described": [_described(each) for each in (getattr(model, "hf_config_path", None), model.model) if each],
+        "described": [described(each) for each in (getattr(model, "hf_config_path", None), model.model) if each],
         "cache": fields(cache, _CACHE),
         "cache dtype": cache_dtype(cache),
         "multimodal": fields(getattr(model, "multimodal_config", None), _MULTIMODAL),
@@ -78,11 +65,11 @@ def fingerprint(vllm_config: Any) -> str:
         # The hub that resolves a name.
         "hub": "modelscope" if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true") else "",
     }
-    described = json.dumps([parts["described"], plain(_rope(model))])
-    if any(name in described for name in ("longrope", "dynamic", "llama4")):
+    text = json.dumps([parts["described"], plain(_rope(model))])
+    if any(name in text for name in ("longrope", "dynamic", "llama4")):
         # Position factors depend on the longest allowed request, and in Llama 4 a scale of queries.
         parts["max_model_len"] = model.max_model_len
-    if "llama4" in described:
+    if "llama4" in text:
         parts["generation"] = [plain(getattr(model, name, None)) for name in ("generation_config", "override_generation_config")]
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
@@ -124,18 +111,3 @@ def _load_format(vllm_config: Any) -> Any:
 def _rope(model: Any) -> list[Any]:
     text = getattr(model, "hf_text_config", None)
     return [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
-
-
-def _described(directory: str) -> list[Any]:
-    """Returns the descriptions in the model's directory; empty for a model of a hub, whose commit is known."""
-    found = []
-    for name in _DESCRIPTIONS:
-        try:
-            with open(os.path.join(directory, name), encoding="utf-8") as file:
-                described = json.load(file)
-        except (OSError, ValueError):
-            continue
-        if isinstance(described, dict):
-            described = {key: value for key, value in described.items() if key not in _IGNORED_KEYS}
-        found.append([name, described])
-    return found

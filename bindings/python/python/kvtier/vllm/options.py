@@ -19,9 +19,9 @@ from ..connecting import (
     check_model_name,
     check_seconds,
 )
+from ..plain import digest
 from ..worker import TRANSFER_MODES
 from .fingerprint import fingerprint, weights_path
-from .plain import digest
 
 PREFIX = "kvtier."
 KEY_MODES = ("tokens", "block_hashes")

@@ -6,8 +6,8 @@ import os
 import platform
 from typing import Any
 
+from ..plain import cache_dtype, fields
 from .kinds import has_latent_windows, is_compressed, of_served, served_numbers
-from .plain import cache_dtype, fields
 
 # Formats without state per page: one number per token, head and position, with at most one scale per tensor.
 _NUMBERS = {"auto", "bfloat16", "half", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "NONE", "FP8_PER_TENSOR"}

@@ -1,4 +1,4 @@
-"""Values of vLLM's configuration as JSON, the same in every process."""
+"""Values of an engine's configuration as JSON, the same in every process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def digest(parts: Mapping[str, Any]) -> str:
 
 
 def fields(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the fields with a value. A field that a release of vLLM lacks counts as unset."""
+    """Returns the fields with a value. A field that a release of the engine lacks counts as unset."""
     values = {name: plain(getattr(config, name, None)) for name in names}
     return {name: value for name, value in values.items() if value not in (None, {}, [], "", False, "auto")}
 

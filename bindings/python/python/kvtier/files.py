@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 import re
 import threading
@@ -13,9 +14,21 @@ from typing import Any, NamedTuple
 
 _COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
 
-# Of a model: its weights, and the code that --trust-remote-code runs.
+# Files of a model: its weights, and the code that --trust-remote-code runs.
 _MODEL = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors", ".py")
 
+# Files of a model's directory that describe its layers, their quantization, and the processing of pictures.
+_DESCRIPTIONS = (
+    "config.json",
+    "params.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+# Keys of these files that do not describe the model.
+_IGNORED_KEYS = ("_name_or_path", "transformers_version")
 
 # Samples of each file: its first and last bytes, and pieces of a page between them. The number of pieces has two limits.
 _END_BYTES = 64 << 10
@@ -50,6 +63,21 @@ def weights_of(path: str) -> Any:
         return state_of(path, _MODEL, with_times=False)
     except OSError:
         return None
+
+
+def described(directory: str) -> list[Any]:
+    """Returns the descriptions in the model's directory; empty for a model of a hub, whose commit is known."""
+    found = []
+    for name in _DESCRIPTIONS:
+        try:
+            with open(os.path.join(directory, name), encoding="utf-8") as file:
+                content = json.load(file)
+        except (OSError, ValueError):
+            continue
+        if isinstance(content, dict):
+            content = {key: value for key, value in content.items() if key not in _IGNORED_KEYS}
+        found.append([name, content])
+    return found
 
 
 @functools.lru_cache(maxsize=1024)
