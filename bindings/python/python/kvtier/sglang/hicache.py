@@ -1,0 +1,198 @@
+"""Storage backend of SGLang's HiCache: pages of its host pools, which this process copies from and to the server."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer, PoolTransferResult
+from sglang.srt.runtime_context import get_server_args
+
+from .identity import Ranks, model_name
+from .options import Options
+from .pages import Store, restorable, view
+
+logger = logging.getLogger(__name__)
+
+# Seconds for which the pages that a lookup found stay in the server's memory: SGLang loads them next.
+_LEASE_SECONDS = 10.0
+
+
+class KvTierStorage(HiCacheStorage):
+    """Pages of one rank's host pools. SGLang calls it on threads of its own; every call is bounded, and each failure is a miss."""
+
+    def __init__(self, storage_config: HiCacheStorageConfig, _: Any = None) -> None:
+        """Reads the options.
+
+        Raises:
+            ValueError: an option is not allowed.
+        """
+        extra = storage_config.extra_config or {}
+        if not extra.get("interface_v1"):
+            raise ValueError(f"interface_v1: {extra.get('interface_v1')!r}; KvTierStorage needs 1, since it copies pages in place")
+        self._config, self._options = storage_config, Options.read(extra)
+        self._store: Store | None = None
+        # Pools without bytes: SGLang only counts their pages.
+        self._empty: set[str] = set()
+        # Finds whose pages are leased, with their times, the oldest first.
+        self._sessions: deque[tuple[float, str, list[str]]] = deque()
+
+    # -- set-up ------------------------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Registers the pool of KV."""
+        super().register_mem_pool_host(mem_pool_host)
+        self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
+        """Registers a pool.
+
+        Raises:
+            ValueError: its layout does not have each page at a place of its own.
+        """
+        name = str(host_pool_name)
+        if getattr(self, "registered_pools", {}).get(host_pool_name) is host_pool:
+            return
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        config = self._config
+        if self._store is None:
+            ranks = Ranks(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size)
+            name_in_keys = self._options.model_name or model_name(get_server_args())
+            self._store = Store(self._options, name_in_keys, host_pool.page_size, ranks)
+        tensors = _tensors(host_pool, self._store.page_tokens)
+        if tensors is None:
+            self._empty.add(name)
+            return
+        self._store.register(
+            name,
+            tensors,
+            # SGLang has only one rank store the other pools of a replicated model.
+            config.is_mla_model and host_pool_name != PoolName.MAMBA,
+            kind=type(host_pool).__qualname__,
+            layout=host_pool.layout,
+            dtype=str(host_pool.dtype),
+            layers=[host_pool.start_layer, host_pool.end_layer],
+            format=host_pool.storage_format_tag,
+        )
+
+    # -- lookups -----------------------------------------------------------------------------
+
+    def batch_exists_v2(self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, extra_info: Any = None) -> PoolTransferResult:
+        """Returns the longest prefix of which each pool has what it needs."""
+        transfers = {str(each.name): each for each in pool_transfers or () if each.hit_policy != PoolHitPolicy.BLOCK_GROUPS}
+        names = [str(PoolName.KV), *(name for name in transfers if name != str(PoolName.KV))]
+        found = self._find(keys, names)
+        if found is None:
+            return PoolTransferResult.empty()
+        windows = {
+            name: max(1, len(transfers[name].keys or ()))
+            for name in names[1:]
+            if transfers[name].hit_policy == PoolHitPolicy.TRAILING_PAGES
+        }
+        lengths = restorable(found, windows)
+        kv = {names[0]: found[names[0]]}
+        each = {name: restorable(kv | {name: found[name]}, {k: v for k, v in windows.items() if k == name}) for name in names}
+        hits = {PoolName(name): each[name][-1] for name in names if each[name]}
+        return PoolTransferResult(lengths[-1] if lengths else 0, hits, lengths)
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """Returns the length of the longest prefix whose KV is there."""
+        return self.batch_exists_v2(keys).kv_hit_pages
+
+    def exists(self, key: str) -> bool:
+        """Whether a page of KV is there."""
+        return self.batch_exists([key]) == 1
+
+    def _find(self, keys: list[str], names: list[str]) -> dict[str, list[bool]] | None:
+        if self._store is None or not keys:
+            return None
+        while self._sessions and self._sessions[0][0] + _LEASE_SECONDS < time.monotonic():
+            _, session, ended = self._sessions.popleft()
+            self._store.end(session, ended)
+        stored = [name for name in names if name not in self._empty]
+        found = self._store.find(keys, stored)
+        if found is None:
+            return None
+        self._sessions.append((time.monotonic(), found[0], stored))
+        return found[1] | {name: [True] * len(keys) for name in names if name in self._empty}
+
+    # -- transfers ---------------------------------------------------------------------------
+
+    def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Loads pages; all of a pool's, or none."""
+        return self._transfer(transfers, is_store=False)
+
+    def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Stores pages."""
+        return self._transfer(transfers, is_store=True)
+
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Loads pages of KV; all or none."""
+        return self.batch_get_v2([PoolTransfer(PoolName.KV, host_indices, keys=keys)])[PoolName.KV]
+
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Stores pages of KV."""
+        return self.batch_set_v2([PoolTransfer(PoolName.KV, host_indices, keys=keys)])[PoolName.KV]
+
+    def _transfer(self, transfers: list[PoolTransfer], *, is_store: bool) -> dict[str, list[bool]]:
+        started = [(each, self._started(each, is_store)) for each in transfers]
+        return {each.name: [ended()] * len(each.keys or ()) for each, ended in started}
+
+    def _started(self, transfer: PoolTransfer, is_store: bool) -> Callable[[], bool]:
+        """Starts a transfer; returns a function that waits for its result."""
+        keys, indices, pool = transfer.keys or [], transfer.host_indices, self.registered_pools.get(transfer.name)
+        if not keys or str(transfer.name) in self._empty:
+            return lambda: True
+        if self._store is None or pool is None or indices is None or indices.numel() != len(keys) * pool.page_size:
+            logger.error("%s: %d keys do not fit the pages of the pool; not transferred", transfer.name, len(keys))
+            return lambda: False
+        pages = (indices[:: pool.page_size] // pool.page_size).tolist()
+        return self._store.pools[str(transfer.name)].transfer(keys, pages, is_store=is_store).result
+
+    # -- the rest ----------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Does nothing: the server's objects are those of all engines."""
+        logger.warning("the storage was not cleared: the server is shared; POST /cache/clear at the server clears it for all engines")
+
+    def close(self) -> None:
+        """Waits for transfers to end, unregisters and disconnects."""
+        if self._store is not None:
+            self._store.close()
+
+    def get(self, *_: Any) -> None:
+        """Not called with ``interface_v1``."""
+        raise NotImplementedError("KvTierStorage copies pages in place: interface_v1")
+
+    batch_get = set = batch_set = get
+
+
+def _tensors(pool: Any, page_tokens: int) -> list[Any] | None:
+    """Returns the parts of a host pool's pages, as the pool gives their addresses; None for a pool without bytes.
+
+    Raises:
+        ValueError: its pages are not at even distances.
+    """
+    count = pool.size // pool.page_size
+
+    def parts(page: int) -> list[tuple[int, int]]:
+        addresses, sizes = pool.get_page_buffer_meta(torch.arange(page * pool.page_size, (page + 1) * pool.page_size)) or ((), ())
+        return list(zip(addresses, sizes, strict=True))
+
+    try:
+        first, second, last = parts(0), parts(1), parts(count - 1)
+    except (NotImplementedError, ValueError) as error:
+        raise ValueError(f"{error}; KvTierStorage needs --hicache-mem-layout page_first or page_first_direct for this model") from error
+    tensors = []
+    for (begin, size), (next_begin, _), (end, _) in zip(first, second, last, strict=True):
+        stride = next_begin - begin
+        if stride < size or end != begin + stride * (count - 1):
+            raise ValueError(f"hicache_mem_layout: {pool.layout}; allowed are page_first, page_first_direct and layer_first")
+        memory = (ctypes.c_uint8 * (end + size - begin)).from_address(begin)
+        tensors.append(view(torch.frombuffer(memory, dtype=torch.uint8).untyped_storage(), 0, count, stride, size, page_tokens))
+    return tensors or None

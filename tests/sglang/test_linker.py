@@ -1,0 +1,187 @@
+"""SGLang's own radix tree, pools and linker wrapper with KvTierLinker, on CPU tensors."""
+
+import random
+import time
+
+import pytest
+import torch
+from kvrig.waiting import wait_until
+
+TOKENS = random.Random(1).sample(range(1 << 16), 20)
+
+
+def equal(ours, theirs):
+    """Whether all buffers have the same bytes."""
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_offloaded_pages_are_loaded_after_a_reset(serve, model, engines, kind):
+    """Offload, reset, lookup, load, finish: the bytes of the pages come back, and no others change."""
+    engine = engines(serve(), model("a"), kind)
+    computed = engine.compute(TOKENS)
+    assert engine.settle() == (1, 0)
+    engine.reset()
+    request, hit = engine.match(TOKENS)
+    assert hit == len(TOKENS)
+    slots, failed = engine.load(request)
+    assert failed == [] and equal(engine.read(slots), computed)
+    others = torch.ones(len(engine.buffers()[0]), dtype=torch.bool)
+    others[slots] = False
+    assert all(not buffer[others].any() for buffer in engine.buffers())
+
+
+def test_salt_adapter_tenant_model_and_type_are_apart(serve, model, engines):
+    """Pages of one are found by no other."""
+    server, folder = serve(), model("a")
+    first = engines(server, folder)
+    first.compute(TOKENS)
+    first.settle()
+    others = [
+        engines(server, folder, tenant="other"),
+        engines(server, model("b")),
+        engines(server, folder, dtype=torch.float16),
+        engines(server, folder, options={"kv_cache_dtype": "fp8_e4m3"}),
+        engines(server, folder, "mla"),
+    ]
+    (folder / "model.safetensors").write_bytes(b"WEIGHTS")
+    others.append(engines(server, folder))
+    assert [each.match(TOKENS)[1] for each in others] == [0] * len(others)
+    first.reset()
+    assert first.match(TOKENS, salt="alice")[1] == first.match(TOKENS, adapter="lora")[1] == 0
+    assert first.match(TOKENS)[1] == len(TOKENS)
+
+
+def test_copies_of_a_model_share(serve, model, engines):
+    """The same weights in another folder of the same name: another host."""
+    server = serve()
+    first = engines(server, model("a"), model_name="served")
+    first.compute(TOKENS)
+    first.settle()
+    assert engines(server, model("b"), model_name="served").match(TOKENS)[1] == len(TOKENS)
+
+
+def test_found_pages_stay_until_their_load_has_ended(serve, model, engines):
+    """Other prompts evict all but what a lookup has found; once that is loaded, it can be evicted too."""
+    engine = engines(serve(l1_gb=0.001, flags=["--eviction-trigger-watermark", "0.9"]), model("a"))
+    computed = engine.compute(TOKENS)
+    engine.settle()
+    engine.reset()
+    request, hit = engine.match(TOKENS)
+    assert hit == len(TOKENS)
+
+    def fill():
+        for seed in range(24):
+            engine.compute(random.Random(f"other {seed}").sample(range(1 << 16), 200))
+            engine.settle()
+            engine.tree._reset_full()
+            engine.allocator.clear()
+
+    fill()
+    slots, failed = engine.load(request)
+    assert failed == [] and equal(engine.read(slots), computed)
+    engine.reset()
+    fill()
+    assert engine.match(TOKENS)[1] == 0
+
+
+def test_lost_pages_fail_their_load_only(serve, model, engines):
+    """Pages that are lost between lookup and load: the request is reported, and the next batch loads."""
+    server = serve()
+    engine = engines(server, model("a"))
+    computed = engine.compute(TOKENS)
+    engine.settle()
+    engine.reset()
+    request, _ = engine.match(TOKENS)
+    assert server.post("/cache/clear", {"force": True})[0] == 200
+    assert engine.load(request)[1] == [request.rid]
+    assert engine.match(TOKENS)[1] == 0
+    engine.reset()
+    engine.compute(TOKENS)
+    engine.settle()
+    engine.reset()
+    slots, failed = engine.load(engine.match(TOKENS)[0])
+    assert failed == [] and equal(engine.read(slots), computed)
+
+
+def test_killed_server_costs_one_load(serve, model, engines):
+    """A load fails at once; lookups miss and offloads fail until the server is back, and no call waits."""
+    server = serve()
+    engine = engines(server, model("a"))
+    computed = engine.compute(TOKENS)
+    engine.settle()
+    engine.reset()
+    request, _ = engine.match(TOKENS)
+    server.kill()
+    wait_until(lambda: not engine.linker._store.client.is_healthy, 30, "the end of the connection")
+    began = time.monotonic()
+    assert engine.load(request)[1] == [request.rid]
+    assert engine.match(TOKENS)[1] == 0
+    engine.reset()
+    engine.compute(TOKENS)
+    assert engine.settle() == (0, 1)
+    assert time.monotonic() - began < 1
+    server.start()
+    wait_until(lambda: is_registered(engine), 60, "the registration")
+    engine.reset()
+    engine.compute(TOKENS)
+    assert engine.settle() == (1, 0)
+    engine.reset()
+    slots, failed = engine.load(engine.match(TOKENS)[0])
+    assert failed == [] and equal(engine.read(slots), computed)
+
+
+def is_registered(engine):
+    """Whether the server knows the pool."""
+    worker = engine.linker._store.pools["kv"]._registration.worker
+    return engine.linker._store.client.is_healthy and worker is not None and worker.is_registered
+
+
+def test_frozen_server_bounds_every_call(serve, model, engines):
+    """A lookup ends within its 20 ms, a load and an offload within their timeout; reset and close wait for no more."""
+    server = serve()
+    engine = engines(server, model("a"), timeout=0.5, lookup_timeout=0.02)
+    engine.compute(TOKENS)
+    engine.settle()
+    engine.reset()
+    request, _ = engine.match(TOKENS)
+    with server.frozen():
+        began = time.monotonic()
+        assert engine.match(TOKENS)[1] == 0
+        looked_up = time.monotonic()
+        assert engine.load(request)[1] == [request.rid]
+        assert looked_up - began < 0.2 and time.monotonic() - looked_up < 3
+        engine.compute(list(reversed(TOKENS)))
+        assert engine.settle() == (0, 1)
+        engine.compute(list(range(40)))
+        engine.reset()
+        assert engine.linker.num_completed_offloads() == 0
+        assert time.monotonic() - began < 6
+
+
+def test_server_that_comes_later_is_used(serve, model, engines):
+    """An engine that starts without a server registers with the first one."""
+    server = serve(begins=False)
+    engine = engines(server, model("a"))
+    engine.compute(TOKENS)
+    assert engine.settle() == (0, 1)
+    server.start()
+    wait_until(lambda: is_registered(engine), 60, "the registration")
+    engine.reset()
+    engine.compute(TOKENS)
+    assert engine.settle() == (1, 0)
+
+
+def test_cancelled_load_writes_nothing(serve, model, engines):
+    """The slots of a request that is released before its batch stay as they are, and its leases end."""
+    server = serve()
+    engine = engines(server, model("a"))
+    engine.compute(TOKENS)
+    engine.settle()
+    engine.reset()
+    request, _ = engine.match(TOKENS)
+    engine.tree.linker.load_back(request)
+    engine.tree.linker.release_request(request.rid)
+    assert engine.tree.ready_to_load_host_cache() == -1 and engine.tree.linker.finish_loads() == []
+    assert not any(buffer.any() for buffer in engine.buffers())
+    assert request.rid not in engine.linker._sessions
