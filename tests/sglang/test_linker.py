@@ -122,7 +122,7 @@ def test_killed_server_costs_one_load(serve, model, engines):
     assert engine.settle() == (0, 1)
     assert time.monotonic() - began < 1
     server.start()
-    wait_until(lambda: is_registered(engine), 60, "the registration")
+    wait_until(lambda: is_registered(engine.linker._store), 60, "the registration")
     engine.reset()
     engine.compute(TOKENS)
     assert engine.settle() == (1, 0)
@@ -131,10 +131,10 @@ def test_killed_server_costs_one_load(serve, model, engines):
     assert failed == [] and equal(engine.read(slots), computed)
 
 
-def is_registered(engine):
+def is_registered(store):
     """Whether the server knows the pool."""
-    worker = engine.linker._store.pools["kv"]._registration.worker
-    return engine.linker._store.client.is_healthy and worker is not None and worker.is_registered
+    worker = store.pools["kv"]._registration.worker
+    return store.client.is_healthy and worker is not None and worker.is_registered
 
 
 def test_frozen_server_bounds_every_call(serve, model, engines):
@@ -166,7 +166,7 @@ def test_server_that_comes_later_is_used(serve, model, engines):
     engine.compute(TOKENS)
     assert engine.settle() == (0, 1)
     server.start()
-    wait_until(lambda: is_registered(engine), 60, "the registration")
+    wait_until(lambda: is_registered(engine.linker._store), 60, "the registration")
     engine.reset()
     engine.compute(TOKENS)
     assert engine.settle() == (1, 0)
