@@ -6,7 +6,7 @@
 #   tests/setup.sh vllm-0.27.0   an earlier vLLM too (0.4 GiB; before 0.27 its PyTorch, too: 1.2 or 4.1 GiB); prints its folder
 #
 # They live in $KVTIER_E2E_HOME (default ~/.cache/kvtier-e2e): venv/ (6.4 GiB: vLLM for CPU, LMCache, torch),
-# model/ (a tiny random Llama), model-mla/ (a DeepSeek-V2), clients/ (earlier LMCache and pyzmq releases, Valkey, NIXL and Mooncake, 1.0 GiB)
+# model/ (a tiny random Llama), model-mla/ (a DeepSeek-V2), clients/ (earlier LMCache and pyzmq releases, Valkey, NIXL, Mooncake and SGLang, 1.1 GiB)
 # and tools/ (Prometheus on a Debian). As root on a Debian it also installs chromium. First run: about 3 minutes and 4 GB of downloads. Needs Python 3.11 with venv.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -160,7 +160,7 @@ if [ "$(cat "$venv/.stamp" 2>/dev/null)" != "$(fingerprint "$here/requirements.l
   install_packages
 fi
 if [ "$(cat "$home/clients/.stamp" 2>/dev/null)" != "$(fingerprint "$here/clients.lock")" ]; then
-  echo "tests/setup.sh: unpacking earlier releases of LMCache and pyzmq, Valkey and its client, NIXL and Mooncake into $home/clients"
+  echo "tests/setup.sh: unpacking earlier releases of LMCache and pyzmq, Valkey and its client, NIXL, Mooncake and SGLang into $home/clients"
   unpack_clients
 fi
 if [ ! -x "$home/tools/prometheus/usr/bin/prometheus" ] && command -v apt-get dpkg >/dev/null; then

@@ -3,15 +3,8 @@
 import os
 
 import pytest
-import stand_ins
 from kvrig.log_reports import pytest_runtest_makereport as pytest_runtest_makereport
 from kvrig.server import Server, our_command
-
-if not stand_ins.SOURCE.is_dir():
-    pytest.exit(f"SKIP SGLang's tree and pools: SGLang {stand_ins.RELEASE} is not at {stand_ins.SOURCE} (tests/setup.sh)", 0)
-stand_ins.load()
-
-from rig import HiCache, Linked, arguments  # noqa: E402
 
 
 @pytest.fixture
@@ -52,6 +45,8 @@ def model(tmp_path):
 @pytest.fixture
 def engines():
     """Factory of engines, which end with the test: with the linker, or with a layout of HiCache."""
+    from rig import HiCache, Linked, arguments
+
     made = []
 
     def make(server, folder, kind="mha", layout=None, options=None, **extra):

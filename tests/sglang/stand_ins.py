@@ -8,6 +8,8 @@ import types
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import pytest
+
 RELEASE = "0.5.23"
 HOME = Path(os.environ.get("KVTIER_E2E_HOME") or Path.home() / ".cache/kvtier-e2e")
 SOURCE = Path(os.environ.get("SGLANG_SOURCE") or HOME / f"clients/sglang-{RELEASE}")
@@ -57,7 +59,7 @@ class _Bag:
     """Published configuration: what the pools and the tree read of it."""
 
     def __getattr__(self, name):
-        return {"disaggregation_mode": "null", **MEMORY}.get(name)
+        return {"disaggregation_mode": "null", "mamba": self, "mamba_max_states_per_path": -1, **MEMORY}.get(name)
 
 
 # What a test sets of SGLang's options.
@@ -65,7 +67,12 @@ MEMORY = {}
 
 
 def load():
-    """Makes SGLang importable, and publishes a configuration."""
+    """Makes SGLang importable, and publishes a configuration. Without its wheel, or what its hash of pages is compiled with, the module
+    that calls this is skipped."""
+    if not SOURCE.is_dir():
+        pytest.skip(f"SGLang {RELEASE} is not at {SOURCE} (tests/setup.sh)", allow_module_level=True)
+    if str(SOURCE) in sys.path:
+        return
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     # SGLang compiles its hash of pages at the first use: ninja is beside the interpreter.
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -78,3 +85,9 @@ def load():
 
     names = ("disagg", "memory", "exec", "spec", "parallel", "sched", "model", "device", "observability", "serving")
     runtime_context._CONTEXT._config_bags = {name: _Bag() for name in names}
+    from sglang.srt.mem_cache.cpp_utils.native_hash import get_native_hash
+
+    try:
+        get_native_hash([1], None)
+    except RuntimeError as error:
+        pytest.skip(f"{error}: SGLang compiles it with g++ and OpenSSL's headers", allow_module_level=True)

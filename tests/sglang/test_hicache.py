@@ -5,13 +5,17 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import stand_ins
 import torch
 from kvrig.waiting import wait_until
-from kvtier.sglang import KvTierStorage
-from rig import PAGE
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
-from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
-from test_linker import equal, is_registered
+
+stand_ins.load()
+
+from kvtier.sglang import KvTierStorage  # noqa: E402
+from rig import PAGE  # noqa: E402
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer  # noqa: E402
+from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool  # noqa: E402
+from test_linker import equal, is_registered  # noqa: E402
 
 TOKENS = random.Random(2).sample(range(1 << 16), 20)
 PAGES = len(TOKENS) // PAGE

@@ -2,10 +2,24 @@
 
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
+import stand_ins
 import torch
 from kvrig.waiting import wait_until
+
+stand_ins.load()
+
+import kvtier.sglang.linker  # noqa: E402
+from kvtier.sglang import KvTierLinker  # noqa: E402
+from kvtier.sglang.identity import Ranks  # noqa: E402
+from rig import PAGE, _pools, arguments  # noqa: E402
+from sglang.srt import runtime_context  # noqa: E402
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer  # noqa: E402
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool  # noqa: E402
+from sglang.srt.mem_cache.unified_cache.components import ComponentType  # noqa: E402
 
 TOKENS = random.Random(1).sample(range(1 << 16), 20)
 
@@ -15,17 +29,20 @@ def equal(ours, theirs):
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.parametrize("kind", ["mha", "mla", "swa", "mamba"])
 def test_offloaded_pages_are_loaded_after_a_reset(serve, model, engines, kind):
-    """Offload, reset, lookup, load, finish: the bytes of the pages come back, and no others change."""
+    """Offload, reset, lookup, load, finish: the bytes of pages, windows and states come back, and no others change."""
     engine = engines(serve(), model("a"), kind)
     computed = engine.compute(TOKENS)
-    assert engine.settle() == (1, 0)
+    assert engine.settle()[1] == 0
     engine.reset()
     request, hit = engine.match(TOKENS)
     assert hit == len(TOKENS)
     slots, failed = engine.load(request)
-    assert failed == [] and equal(engine.read(slots), computed)
+    loaded = engine.read(slots)
+    if kind == "mamba":
+        loaded += engine.states(request.kv.mamba_pool_idx)
+    assert failed == [] and equal(loaded, computed)
     others = torch.ones(len(engine.buffers()[0]), dtype=torch.bool)
     others[slots] = False
     assert all(not buffer[others].any() for buffer in engine.buffers())
@@ -133,14 +150,14 @@ def test_killed_server_costs_one_load(serve, model, engines):
 
 def is_registered(store):
     """Whether the server knows the pool."""
-    worker = store.pools["kv"]._registration.worker
+    worker = store.pools["kv"][0]._registration.worker
     return store.client.is_healthy and worker is not None and worker.is_registered
 
 
 def test_frozen_server_bounds_every_call(serve, model, engines):
     """A lookup ends within its 20 ms, a load and an offload within their timeout; reset and close wait for no more."""
     server = serve()
-    engine = engines(server, model("a"), timeout=0.5, lookup_timeout=0.02)
+    engine = engines(server, model("a"), timeout=0.5, lookup_timeout=kvtier.sglang.linker._LOOKUP_TIMEOUT)
     engine.compute(TOKENS)
     engine.settle()
     engine.reset()
@@ -185,3 +202,59 @@ def test_cancelled_load_writes_nothing(serve, model, engines):
     assert engine.tree.ready_to_load_host_cache() == -1 and engine.tree.linker.finish_loads() == []
     assert not any(buffer.any() for buffer in engine.buffers())
     assert request.rid not in engine.linker._sessions
+
+
+def linker(server, folder, pool, page):
+    """A linker without a tree."""
+    params = CacheInitParams(False, None, SimpleNamespace(get_kvcache=lambda: pool), page)
+    extra = {"url": server.url, "lookup_timeout": 30.0}
+    return KvTierLinker(arguments(folder), params, components={ComponentType.FULL}, extra_config=extra)
+
+
+# proves: docs/sglang.md#the-linker
+def test_pools_as_sglang_describes_them(serve, model):
+    """Sparse attention has an index beside its latents, with pages as rows: both are stored and loaded."""
+    runtime_context.get_parallel().override_permanently(attn_dcp_size=1)
+    pool = DSATokenToKVPool(
+        size=256, page_size=64, kv_lora_rank=16, qk_rope_head_dim=8, kv_cache_dim=24, index_head_dim=128, layer_num=2, device="cpu",
+        dtype=torch.bfloat16, enable_memory_saver=False,
+    )  # fmt: skip
+    made = linker(serve(), model("a"), pool, 64)
+    keys, slots = [f"{number:064x}" for number in range(2)], torch.arange(64, 192)
+    for buffer in (*pool.kv_buffer, *pool.index_k_with_scale_buffer):
+        buffer.copy_(torch.randint(0, 100, buffer.shape))
+    before = [buffer.clone() for buffer in (*pool.kv_buffer, *pool.index_k_with_scale_buffer)]
+    assert made.offload([PoolTransfer(PoolName.KV, keys=keys, device_indices=slots)])
+    wait_until(made.num_completed_offloads, 30, "the offload")
+    assert made.pop_completed_offload() and sorted(made.pools) == [PoolName.INDEXER, PoolName.KV]
+    assert made.lookup("r", [PoolTransfer(PoolName.KV, keys=keys)]) == [1, 2]
+    assert made.load("r", [PoolTransfer(PoolName.KV, keys=keys, device_indices=slots + 64)])
+    assert made.finish_layer_wise_loading(made.start_layer_wise_loading())
+    for buffer, old in zip((*pool.kv_buffer, *pool.index_k_with_scale_buffer), before, strict=True):
+        page = 1 if buffer.dtype == torch.uint8 else 64
+        assert torch.equal(buffer[2 * page : 4 * page], old[page : 3 * page]) and torch.equal(buffer[: 2 * page], old[: 2 * page])
+    made.close()
+
+
+# proves: docs/sglang.md#the-linker
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_ranks_share_only_replicated_pages(serve, model, monkeypatch, kind):
+    """Each rank has its own piece of a page, except of latents, which the first one stores for all."""
+    server, folder, keys, slots = serve(), model("a"), [f"{number:064x}" for number in range(3)], torch.arange(PAGE, 4 * PAGE)
+    pools, ranks = [_pools(kind, torch.bfloat16)[0] for _ in range(2)], []
+    for rank, pool in enumerate(pools):
+        monkeypatch.setattr(kvtier.sglang.linker, "_ranks", lambda *_, rank=rank: Ranks(rank, 2))
+        ranks.append(linker(server, folder, pool, PAGE))
+        (pool.kv_buffer if kind == "mla" else pool.k_buffer)[0].fill_(rank + 1)
+    for rank in reversed(ranks):
+        rank.offload([PoolTransfer(PoolName.KV, keys=keys, device_indices=slots)])
+        wait_until(rank.num_completed_offloads, 30, "the offload")
+        assert rank.pop_completed_offload()
+        assert ranks[0].lookup("r", [PoolTransfer(PoolName.KV, keys=keys)]) == ([1, 2, 3] if rank is ranks[0] else [])
+    assert ranks[1].lookup("r", [PoolTransfer(PoolName.KV, keys=keys)]) == [1, 2, 3]
+    ranks[1].load("r", [PoolTransfer(PoolName.KV, keys=keys, device_indices=slots + 4 * PAGE)])
+    assert ranks[1].finish_layer_wise_loading(ranks[1].start_layer_wise_loading())
+    loaded = (pools[1].kv_buffer if kind == "mla" else pools[1].k_buffer)[0][slots + 4 * PAGE]
+    assert (loaded == (1 if kind == "mla" else 2)).all()
+    for rank in ranks:
+        rank.close()

@@ -152,7 +152,8 @@ class KvTierStorage(HiCacheStorage):
             logger.error("%s: %d keys do not fit the pages of the pool; not transferred", transfer.name, len(keys))
             return lambda: False
         pages = (indices[:: pool.page_size] // pool.page_size).tolist()
-        return self._store.pools[str(transfer.name)].transfer(keys, pages, is_store=is_store).result
+        parts = self._store.transfer(str(transfer.name), keys, pages, is_store=is_store)
+        return lambda: all([part.result() for part in parts])
 
     # -- the rest ----------------------------------------------------------------------------
 

@@ -215,8 +215,8 @@ class KvTierLinker(UnifiedCacheLinker):
                     keys += each.keys
                     pages += (indices[:: pool.indices_per_page] // pool.indices_per_page).tolist()
             if keys:
-                parts.append((self._store.pools[str(name)], keys, pages))
-        return [pool.transfer(keys, pages, is_store=is_store) for pool, keys, pages in parts]
+                parts.append((str(name), keys, pages))
+        return [each for part in parts for each in self._store.transfer(*part, is_store=is_store)]
 
     # -- the end -----------------------------------------------------------------------------
 

@@ -44,7 +44,8 @@ class Store:
             chunk_tokens=self.page_tokens,
             wait_for_server=None,
         )
-        self.pools: dict[str, Pool] = {}
+        # Name -> the parts of its pages.
+        self.pools: dict[str, list[Pool]] = {}
         self.warnings = RateLimited(logger)
         self._prefix = f"sglang-{random.SystemRandom().getrandbits(62):x}"
         self._numbers = itertools.count()
@@ -66,8 +67,12 @@ class Store:
         world_size, worker_id = self.ranks.piece(is_replicated)
         layout |= {"pool": name, "pieces": [tensor.shape[1:] for tensor in tensors], "page": self.page_size}
         layout["ranks"] = [1 if is_replicated else self.ranks.tp_size, self.ranks.pp_size, self.ranks.cp_size]
-        identity = {"model_name": f"{self.model_name}#{digest(layout)}", "world_size": world_size, "worker_id": worker_id}
-        self.pools[name] = Pool(self, tensors, identity)
+        # Layers of a worker have equal sizes: pages whose layers differ are an object per size.
+        parts = self.pools[name] = []
+        for size in sorted({tensor.shape[2] for tensor in tensors}):
+            model_name = f"{self.model_name}#{digest(layout | {'part': size})}"
+            identity = {"model_name": model_name, "world_size": world_size, "worker_id": worker_id}
+            parts.append(Pool(self, [tensor for tensor in tensors if tensor.shape[2] == size], identity))
 
     def find(self, keys: Sequence[str], names: Sequence[str]) -> tuple[str, dict[str, list[bool]]] | None:
         """Returns which of the pages each pool has, leased until :meth:`end` of the returned session; None if it is not known."""
@@ -76,12 +81,15 @@ class Store:
         session, prompt = self.request_id(), _prompt(keys, self.page_tokens)
         timeout, salt = self.options.lookup_timeout, self.options.tenant
         try:
-            # A session per pool: the server keeps one find of each.
+            # A session per part: the server keeps one find of each.
             finds = {
-                name: self.client.find(prompt, f"{session}-{name}", **self.pools[name].identity, cache_salt=salt, timeout=timeout)
+                name: [
+                    self.client.find(prompt, f"{session}-{name}-{number}", **part.identity, cache_salt=salt, timeout=timeout)
+                    for number, part in enumerate(self.pools[name])
+                ]
                 for name in names
             }
-            return session, {name: future.result() for name, future in finds.items()}
+            return session, {name: [all(bits) for bits in zip(*(each.result() for each in finds[name]), strict=True)] for name in names}
         except KvTierError as error:
             self.warnings.warning("find", "lookup failed: %s; computing", error)
             self.end(session, names)
@@ -90,17 +98,22 @@ class Store:
     def end(self, session: str, names: Sequence[str]) -> None:
         """Ends the leases of a find."""
         for name in names:
-            self.client.end_session(f"{session}-{name}")
+            for number in range(len(self.pools[name])):
+                self.client.end_session(f"{session}-{name}-{number}")
+
+    def transfer(self, name: str, keys: Sequence[str], pages: list[int], *, is_store: bool) -> list[Future[bool]]:
+        """Stores or loads pages; returns whether each part of all of them was. The pages must stay until then."""
+        return [part.transfer(keys, pages, is_store=is_store) for part in self.pools[name]]
 
     def close(self) -> None:
         """Waits for transfers to end, unregisters and disconnects."""
-        for pool in self.pools.values():
-            pool.close()
+        for part in (part for parts in self.pools.values() for part in parts):
+            part.close()
         self.client.close()
 
 
 class Pool:
-    """One registered pool.
+    """A registered pool, or one of its parts.
 
     The lock guards the start of its thread, which ends transfers.
     """
@@ -124,7 +137,7 @@ class Pool:
         return {"instance": self._instance, **self.identity}
 
     def transfer(self, keys: Sequence[str], pages: list[int], *, is_store: bool) -> Future[bool]:
-        """Stores or loads pages, all or none of them; returns whether it succeeded. The pages must stay until then.
+        """Stores or loads pages, all or none of them; returns whether it succeeded.
 
         Without a server the result is there at once, otherwise a second after the timeout at the latest.
         """
