@@ -40,7 +40,7 @@ impl PrefetchPlan {
         }
     }
 
-    /// The plan for chunks each of which is worth having by itself.
+    /// The plan for chunks that are worth having one by one.
     pub fn of_each(rows: Arc<[GroupRow]>, chunks: usize) -> Self {
         Self {
             is_each: true,
