@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use crate::session::{self, SessionAction};
 use crate::{deadline, keep_seconds, peer, traceparent, wire};
 
 /// Each is left out if it is `None`; a server ignores those that it does not know.
@@ -13,6 +14,10 @@ pub struct KeySettings<'a> {
     pub keep_seconds: Option<u32>,
     /// See [`peer`]; left out if it is too long to be read.
     pub peer: Option<&'a str>,
+    /// See [`session`]; left out if no session may have the name.
+    pub session: Option<&'a str>,
+    /// What happens to the session's objects when the request ends.
+    pub session_action: Option<SessionAction>,
     /// See [`traceparent`]; left out if it is too long to be read.
     pub traceparent: Option<&'a str>,
 }
@@ -25,14 +30,25 @@ impl KeySettings<'_> {
             deadline,
             keep_seconds,
             peer,
+            session,
+            session_action,
             traceparent,
         } = *self;
         let peer = peer.filter(|host| host.len() <= peer::MAX_BYTES);
+        let session = session.filter(|name| session::is_valid(name));
         let traceparent = traceparent.filter(|text| text.len() <= traceparent::MAX_BYTES);
+        let texts = [
+            (peer::NAME, peer),
+            (session::NAME, session),
+            (session::AT_END, session_action.map(SessionAction::name)),
+            (traceparent::NAME, traceparent),
+        ];
+        let texts = texts
+            .into_iter()
+            .filter_map(|(name, text)| Some((name, text?)));
         let len = usize::from(deadline.is_some())
             + usize::from(keep_seconds.is_some())
-            + usize::from(peer.is_some())
-            + usize::from(traceparent.is_some());
+            + texts.clone().count();
         if len == 0 {
             return None;
         }
@@ -47,13 +63,9 @@ impl KeySettings<'_> {
             wire::write_str(&mut out, keep_seconds::NAME);
             wire::write_uint(&mut out, seconds.into());
         }
-        if let Some(host) = peer {
-            wire::write_str(&mut out, peer::NAME);
-            wire::write_str(&mut out, host);
-        }
-        if let Some(traceparent) = traceparent {
-            wire::write_str(&mut out, traceparent::NAME);
-            wire::write_str(&mut out, traceparent);
+        for (name, text) in texts {
+            wire::write_str(&mut out, name);
+            wire::write_str(&mut out, text);
         }
         Some(out)
     }
@@ -69,6 +81,8 @@ mod tests {
             deadline: Some(Duration::from_millis(1_790_000_000_123)),
             keep_seconds: Some(60),
             peer: Some("host.example"),
+            session: Some("agent 7"),
+            session_action: Some(SessionAction::Demote),
             traceparent: Some("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"),
         };
         let encoded = all.encode();
@@ -76,14 +90,16 @@ mod tests {
             deadline: deadline::decode(encoded.as_deref()),
             keep_seconds: keep_seconds::decode(encoded.as_deref()),
             peer: peer::decode(encoded.as_deref()),
+            session: session::decode(encoded.as_deref()),
+            session_action: session::decode_at_end(encoded.as_deref()),
             traceparent: traceparent::decode(encoded.as_deref()),
         };
         assert_eq!(read, all);
         assert_eq!(KeySettings::default().encode(), None);
         let long = "a".repeat(peer::MAX_BYTES + 1);
-        let peer = Some(&*long);
         let settings = KeySettings {
-            peer,
+            peer: Some(&long),
+            session: Some(&long),
             ..KeySettings::default()
         };
         assert_eq!(settings.encode(), None);

@@ -60,6 +60,7 @@ pub mod peer;
 pub mod pickle;
 pub mod request;
 pub mod response;
+pub mod session;
 mod settings;
 pub mod skip_load;
 pub mod tensor;

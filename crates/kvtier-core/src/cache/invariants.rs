@@ -1,11 +1,21 @@
 //! Invariants that hold whenever the lock is free: one function per rule.
 
+use super::ExtentAllocator;
 use super::counters::{Counters, Tally};
 use super::slab::SlotState;
 use super::state::CacheState;
-use super::{BrokenInvariant, ExtentAllocator};
 use crate::violation::Violation;
 use std::collections::HashMap;
+
+/// A broken invariant: a bug in the cache.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("cache invariant {invariant} is broken: {details}")]
+pub struct BrokenInvariant {
+    /// Name of the function that checks it.
+    pub invariant: &'static str,
+    /// What was found instead.
+    pub details: String,
+}
 
 type Checked = Result<(), Violation>;
 type Check<A> = (&'static str, fn(&CacheState<A>) -> Checked);

@@ -36,6 +36,7 @@ mod warm;
 
 pub use allocator::{ExtentAllocator, FreeSpace};
 pub use events::{ChunkEvent, ChunkTokens, EventLogState, Events, Rows, StoredChunk, counted};
+pub use invariants::BrokenInvariant;
 pub use kvtier_common::extent::{ArenaPiece, Extent};
 pub use lease::{Counted, Lookup, PrefixLease, ReadLease};
 pub use losses::{Loss, LossCause};
@@ -131,16 +132,6 @@ pub struct ResidentObject {
     pub bytes: u64,
     /// Number of leases on it.
     pub leases: u32,
-}
-
-/// A broken invariant: a bug in the cache.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("cache invariant {invariant} is broken: {details}")]
-pub struct BrokenInvariant {
-    /// Name of the function that checks it.
-    pub invariant: &'static str,
-    /// What was found instead.
-    pub details: String,
 }
 
 /// Handle to a cache; clones share it. All times are since one fixed moment, such as the process's start.
@@ -565,12 +556,30 @@ impl<A: ExtentAllocator> Cache<A> {
         self.reorder(now, namespaces, hashes, CacheState::renew);
     }
 
+    /// Makes those of these chunks that are neither leased nor pinned the first to be evicted, until they are used. Returns how
+    /// many were not, and how many are leased or pinned.
+    pub fn evict_first<'n>(
+        &self,
+        now: Duration,
+        namespaces: impl IntoIterator<Item = &'n Arc<Namespace>>,
+        hashes: &[ChunkHash],
+    ) -> (usize, usize) {
+        let (mut first, mut held) = (0, 0);
+        self.reorder(now, namespaces, hashes, |state, number| {
+            match state.put_first(number) {
+                Some(is_new) => first += usize::from(is_new),
+                None => held += 1,
+            }
+        });
+        (first, held)
+    }
+
     fn reorder<'n>(
         &self,
         now: Duration,
         namespaces: impl IntoIterator<Item = &'n Arc<Namespace>>,
         hashes: &[ChunkHash],
-        one: fn(&mut CacheState<A>, u32),
+        mut one: impl FnMut(&mut CacheState<A>, u32),
     ) -> usize {
         let namespaces: Vec<_> = namespaces.into_iter().collect();
         self.locked(|state| {

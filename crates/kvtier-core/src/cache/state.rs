@@ -339,13 +339,23 @@ impl<A: ExtentAllocator> CacheState<A> {
             if self.slab.get(reference).is_none() {
                 continue;
             }
-            let slot = self.slab.at_mut(reference.slot);
-            slot.evict_first();
-            if slot.leases == 0 {
-                let candidate = self.candidate(reference.slot, self.slab.at(reference.slot));
-                self.policy.insert_first(candidate);
+            if self.put_first(reference.slot).is_none() {
+                self.slab.at_mut(reference.slot).evict_first();
             }
         }
+    }
+
+    /// Puts a resident object first in the eviction order. Returns whether it was not; `None` for one that is leased or pinned.
+    pub(super) fn put_first(&mut self, number: u32) -> Option<bool> {
+        let slot = self.slab.at_mut(number);
+        if slot.is_held() {
+            return None;
+        }
+        let is_new = !slot.is_evicted_first();
+        slot.evict_first();
+        let candidate = self.candidate(number, self.slab.at(number));
+        self.policy.insert_first(candidate);
+        Some(is_new)
     }
 
     /// Moves bytes from one tally to another, in the sums and for the tenant.

@@ -52,6 +52,7 @@ enum Op {
     ReleaseRead(Index),
     Lease(usize, Vec<u32>),
     Touch(usize, Vec<u32>),
+    EvictFirst(usize, Vec<u32>),
     Evict(u64, usize),
     Remove(usize, Vec<u32>, bool),
     Clear(bool),
@@ -92,6 +93,7 @@ fn op() -> impl Strategy<Value = Op> {
         3 => which().prop_map(Op::ReleaseRead),
         1 => (0..NAMESPACES, chunks()).prop_map(|(s, c)| Op::Lease(s, c)),
         1 => (0..NAMESPACES, chunks()).prop_map(|(s, c)| Op::Touch(s, c)),
+        1 => (0..NAMESPACES, chunks()).prop_map(|(s, c)| Op::EvictFirst(s, c)),
         1 => (0..60u64, 0..8usize).prop_map(|(b, n)| Op::Evict(b, n)),
         1 => (0..NAMESPACES, chunks(), any::<bool>()).prop_map(|(s, c, f)| Op::Remove(s, c, f)),
         1 => any::<bool>().prop_map(Op::Clear),
@@ -286,6 +288,12 @@ impl Both {
                 let hashes = hashes_of(&chunks);
                 let touched = self.cache.touch(NOW, [namespace_of(namespace)], &hashes);
                 assert_eq!(touched, self.model.touch_all(namespace, &chunks));
+            }
+            Op::EvictFirst(namespace, chunks) => {
+                let hashes = hashes_of(&chunks);
+                let namespaces = [namespace_of(namespace)];
+                let counts = self.cache.evict_first(NOW, namespaces, &hashes);
+                assert_eq!(counts, self.model.evict_all_first(namespace, &chunks));
             }
             Op::Evict(bytes, objects) => {
                 let evicted = self.cache.evict(NOW, bytes, objects);

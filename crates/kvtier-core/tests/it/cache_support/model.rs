@@ -473,6 +473,29 @@ impl Model {
         self.enter_order(id);
     }
 
+    fn go_first(&mut self, id: Id) {
+        self.objects.get_mut(&id).unwrap().goes_first = true;
+        self.order.retain(|&other| other != id);
+        self.enter_order(id);
+    }
+
+    pub fn evict_all_first(&mut self, namespace: usize, chunks: &[u32]) -> (usize, usize) {
+        let (mut first, mut held) = (0, 0);
+        for chunk in chunks.iter().rev() {
+            let Some(&id) = self.resident.get(&(namespace, *chunk)) else {
+                continue;
+            };
+            let object = &self.objects[&id];
+            if object.leases > 0 || object.pinned_until.is_some() {
+                held += 1;
+            } else {
+                first += usize::from(!object.goes_first);
+                self.go_first(id);
+            }
+        }
+        (first, held)
+    }
+
     pub fn touch_all(&mut self, namespace: usize, chunks: &[u32]) -> usize {
         let ids: Vec<_> = chunks
             .iter()
@@ -683,9 +706,7 @@ impl Model {
             }
         }
         for id in inserted.into_iter().filter(|_| goes_first) {
-            self.objects.get_mut(&id).unwrap().goes_first = true;
-            self.order.retain(|&other| other != id);
-            self.enter_order(id);
+            self.go_first(id);
         }
         (counts, if lease { leased } else { Vec::new() })
     }
