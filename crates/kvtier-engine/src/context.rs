@@ -10,6 +10,7 @@ use kvtier_common::error::{Error, Result};
 use kvtier_common::state::StateDir;
 use kvtier_common::sync::RwLock;
 use kvtier_config::ServerConfig;
+use kvtier_core::GroupRow;
 use kvtier_core::object_key::{KeyError, KeyScope};
 use kvtier_observe::metrics::Metrics;
 use kvtier_observe::trace::Tracer;
@@ -20,8 +21,9 @@ use kvtier_store::tiers::L2;
 
 use super::client_warnings::ClientWarnings;
 use super::devices::Devices;
-use super::instances::Instances;
+use super::instances::{Instances, rows};
 use super::kv_events::KvEventSource;
+use super::sessions::table::AgentSessions;
 
 /// Longest request id and model name, bytes. They are remembered for as long as a request or an object lives.
 const MAX_NAME_BYTES: usize = 1024;
@@ -47,6 +49,7 @@ pub struct Context {
     pub clock: Arc<Clock>,
     pub client_warnings: ClientWarnings,
     pub kv_events: KvEventSource,
+    pub sessions: AgentSessions,
 }
 
 /// Tokens per chunk of a client that asks for `asked`, of a server with this chunk size.
@@ -74,6 +77,18 @@ impl Context {
     /// The objects that a key names.
     pub fn scope<T>(&self, key: &CacheKey<'_, T>) -> Result<KeyScope, KeyError> {
         self.salts.scope(key)
+    }
+
+    /// The rows of a lookup for all workers; none if they are unknown.
+    pub fn rows(&self, scope: &KeyScope, chunk_size: NonZeroUsize) -> Arc<[GroupRow]> {
+        let scope = scope.of_all_workers();
+        let instances = self.instances.of_workers(
+            scope.model_name(),
+            scope.world_size(),
+            scope.workers(),
+            chunk_size,
+        );
+        rows(&scope, &instances.unwrap_or_default())
     }
 
     /// [`Context::scope`], for a request whose names are kept: long ones are refused.

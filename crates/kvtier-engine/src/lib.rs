@@ -31,6 +31,7 @@ mod lookups;
 mod payload;
 mod preflight;
 mod reply;
+mod sessions;
 #[cfg(test)]
 mod testing;
 mod transfers;
@@ -47,10 +48,12 @@ pub use admin::{
 pub use answer::EngineAnswer;
 pub use kv_events::TierChunks;
 pub use kvtier_common::error::{Error, ErrorKind, Result};
+pub use kvtier_proto::session::{MAX_BYTES as MAX_SESSION_BYTES, SessionAction};
 use kvtier_store::l1::Clock;
 pub use payload::{Payload, PayloadPart};
 pub use preflight::{EarlierL1, Preflight, preflight};
 pub use reply::{Reply, ReplyTarget};
+pub use sessions::SessionResult;
 
 use kvtier_common::state::StateDir;
 use kvtier_common::sync::{Mutex, RateLimited, RwLock};
@@ -76,6 +79,7 @@ use devices::Devices;
 use instances::Instances;
 use kv_events::{KV_EVENTS_FEATURE, KvEventSource};
 use lookups::Lookups;
+use sessions::table::AgentSessions;
 use transfers::Transfers;
 use workers::Workers;
 
@@ -223,6 +227,7 @@ impl Engine {
             clock,
             client_warnings: ClientWarnings::default(),
             kv_events,
+            sessions: AgentSessions::default(),
         };
         Ok((context, quotas))
     }
@@ -516,6 +521,7 @@ impl Engine {
         self.lookups.expire(now);
         self.transfers.expire(now);
         self.context.l1.expire();
+        sessions::repeat(&self.context);
         self.admin.evict();
         self.admin.explanations.count_misses();
         self.lookups.chunk_sizes.keep_foreign();

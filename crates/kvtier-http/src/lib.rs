@@ -23,6 +23,7 @@ mod prefetches;
 mod query;
 mod quota;
 mod quota_body;
+mod sessions;
 mod tenants;
 mod ui;
 mod waiting;
@@ -221,6 +222,7 @@ fn api() -> OpenApiRouter<Arc<Api>> {
         .routes(routes!(objects::list, objects::delete))
         .routes(routes!(prefetches::result))
         .routes(routes!(prefetches::submit))
+        .routes(routes!(sessions::act))
         .routes(routes!(tenants::tenants))
         .routes(routes!(ui::events))
         .merge(quota::quota_routes())

@@ -102,18 +102,23 @@ fn begin(engine: &Engine, bytes: &[u8]) -> Result<(Option<(String, usize)>, Stri
         token_ids,
         request.chunk_size,
     );
-    begun.map(|begun| (begun, what)).map_err(|error| {
-        let status = match error {
-            PrefetchError::NoLayout { .. }
-            | PrefetchError::NotServed { .. }
-            | PrefetchError::NoTiers => StatusCode::SERVICE_UNAVAILABLE,
-            PrefetchError::Key(_)
-            | PrefetchError::TooManyTokens(_)
-            | PrefetchError::ChunkSize { .. } => StatusCode::BAD_REQUEST,
-            PrefetchError::TooManyPending => StatusCode::TOO_MANY_REQUESTS,
-        };
-        detail(status, error.to_string())
-    })
+    let begun = begun.map(|begun| (begun, what));
+    begun.map_err(|error| refused(&error))
+}
+
+/// The answer to a prefetch that was not begun.
+pub(super) fn refused(error: &PrefetchError) -> ApiError {
+    let status = match error {
+        PrefetchError::NoLayout { .. }
+        | PrefetchError::NotServed { .. }
+        | PrefetchError::NoTiers => StatusCode::SERVICE_UNAVAILABLE,
+        PrefetchError::Key(_)
+        | PrefetchError::TooManyTokens(_)
+        | PrefetchError::ChunkSize { .. } => StatusCode::BAD_REQUEST,
+        PrefetchError::UnknownSession(_) => StatusCode::NOT_FOUND,
+        PrefetchError::TooManyPending => StatusCode::TOO_MANY_REQUESTS,
+    };
+    detail(status, error.to_string())
 }
 
 /// State of a prefetch.

@@ -27,10 +27,12 @@ use kvtier_observe::api::{ExplainRequest, Load, PrefixMatch, Status};
 use kvtier_observe::metrics::Readings;
 use kvtier_observe::metrics::TenantSource;
 use kvtier_proto::request::InstanceId;
+use kvtier_proto::session::SessionAction;
 use kvtier_store::tenants::Quotas;
 
 use super::context::Context;
 use super::lookups::Lookups;
+use super::sessions::{self, SessionResult};
 use super::transfers::Transfers;
 use super::workers::Workers;
 pub use checksums::ChecksumError;
@@ -104,6 +106,25 @@ impl Admin {
             memory_usage_ratio: usage.used_bytes as f64 / usage.capacity_bytes.max(1) as f64,
         };
         self.explanations.match_prefix(request, view, load)
+    }
+
+    /// Does this to what only this session of an agent needs, until its next turn.
+    ///
+    /// # Errors
+    /// [`PrefetchError::UnknownSession`], or [`PrefetchError::NoTiers`] to demote to.
+    pub fn act_on_session(
+        &self,
+        cache_salt: &str,
+        session: &str,
+        action: SessionAction,
+    ) -> std::result::Result<SessionResult, PrefetchError> {
+        let context = &*self.context;
+        if action == SessionAction::Demote && context.l2.is_none() {
+            return Err(PrefetchError::NoTiers);
+        }
+        let salt = context.salts.of_operator(cache_salt);
+        let done = sessions::act(context, &salt, session, action);
+        done.ok_or_else(|| PrefetchError::UnknownSession(session.into()))
     }
 
     /// Drops the objects of L1 that have no lease, or all of them.
@@ -282,6 +303,7 @@ impl Admin {
             pins_refused: stats.pins_refused_total,
             prefaulted_bytes: self.prefaulted.load(Ordering::Relaxed),
             sessions: lookups as u64,
+            agent_sessions: self.context.sessions.counts().0 as u64,
             unread_lookups: unread as u64,
             instances: self.context.instances.len() as u64,
             gpus: devices.figures(),

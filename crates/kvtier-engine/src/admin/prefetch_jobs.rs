@@ -69,6 +69,11 @@ pub enum PrefetchError {
     /// No tier below L1 is configured.
     #[error("no L2 adapters configured")]
     NoTiers,
+    /// No request named the session, or it is forgotten by now.
+    #[error(
+        "session: {0:?} of this tenant is not remembered; allowed: a name that a request had since the start"
+    )]
+    UnknownSession(String),
     /// Names that no object can have.
     #[error("{0}")]
     Key(#[from] KeyError),
@@ -178,15 +183,13 @@ impl PrefetchJobs {
         if token_ids.len() < chunk_size.get() {
             return Ok(None);
         }
-        let entry = self.table.enter(self.context.now())?;
         let hasher = self.lookups.prompts.hasher();
         let hashes = hasher.hash_chunks(chunk_size, token_ids);
-        let begun = (entry.id.clone(), hashes.len());
         let tokens = ChunkTokens {
             parent: None,
             tokens: token_ids[..hashes.len() * chunk_size.get()].into(),
         };
-        let request = Arc::new(PrefetchRequest {
+        let request = PrefetchRequest {
             rows: rows(&scope, &instances),
             scope,
             hashes: hashes.into(),
@@ -194,8 +197,54 @@ impl PrefetchJobs {
             tokens: Some(Arc::new(tokens)),
             counted: Counted::ALL,
             span: None,
-        });
+        };
+        self.spawn(l2, request).map(Some)
+    }
+
+    /// Starts to load the last prompt of an agent's session, as [`PrefetchJobs::start`] does. It is announced to no subscriber of
+    /// events, since its tokens are not known.
+    ///
+    /// # Errors
+    /// See [`PrefetchError`].
+    pub fn start_session(
+        &self,
+        cache_salt: &str,
+        session: &str,
+    ) -> Result<(String, usize), PrefetchError> {
+        let l2 = self.context.l2.as_ref().ok_or(PrefetchError::NoTiers)?;
+        let salt = self.context.salts.of_operator(cache_salt);
+        let prompt = self.context.sessions.recall(&salt, session);
+        let prompt = prompt.ok_or_else(|| PrefetchError::UnknownSession(session.into()))?;
+        let rows = self.context.rows(&prompt.scope, prompt.chunk_size);
+        if rows.is_empty() {
+            return Err(PrefetchError::NoLayout {
+                model_name: prompt.scope.model_name().to_string(),
+                world_size: prompt.scope.world_size().into(),
+            });
+        }
+        let request = PrefetchRequest {
+            rows,
+            scope: prompt.scope,
+            hashes: prompt.hashes,
+            tokens: None,
+            counted: Counted::ALL,
+            span: None,
+        };
+        let begun = self.spawn(l2, request)?;
+        self.context.metrics.session_action("prefetch");
+        Ok(begun)
+    }
+
+    /// Enters a job and runs it in its turn; returns its id and the number of chunks.
+    fn spawn(
+        &self,
+        l2: &Arc<L2>,
+        request: PrefetchRequest,
+    ) -> Result<(String, usize), PrefetchError> {
+        let entry = self.table.enter(self.context.now())?;
+        let begun = (entry.id.clone(), request.hashes.len());
         let (l2, clock) = (Arc::clone(l2), Arc::clone(&self.context.clock));
+        let request = Arc::new(request);
         let handle = l2.handle().clone();
         handle.spawn(async move {
             let all = Arc::clone(&entry.all);
@@ -204,7 +253,7 @@ impl PrefetchJobs {
             tracing::debug!(?result, "a prefetch job has ended");
             entry.done(clock.now(), result);
         });
-        Ok(Some(begun))
+        Ok(begun)
     }
 
     /// The state of a job, until ten minutes after its end.

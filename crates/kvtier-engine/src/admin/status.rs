@@ -7,8 +7,8 @@ use std::sync::atomic::Ordering;
 use kvtier_core::cache::FreeSpace;
 use kvtier_device::{Axis, KvLayout};
 use kvtier_observe::api::{
-    DevicesStatus, EngineDrivenInstance, EvictionStatus, KernelGroup, KvCacheLayout,
-    L1EvictionStatus, L1Status, L2EvictionStatus, LmcacheDrivenInstance, MemoryPart,
+    AgentSessionsStatus, DevicesStatus, EngineDrivenInstance, EvictionStatus, KernelGroup,
+    KvCacheLayout, L1EvictionStatus, L1Status, L2EvictionStatus, LmcacheDrivenInstance, MemoryPart,
     PrefetchStatus, QuotaStatus, StateStatus, Status, StorageManagerStatus, StoreStatus,
     WorkerLiveness,
 };
@@ -79,6 +79,7 @@ pub(super) fn status(admin: &Admin, healthy: bool) -> Status {
     let context = &*admin.context;
     let stats = context.l1.cache.stats();
     let (lookups, unread) = admin.lookups.held.counts();
+    let (sessions, chunks) = context.sessions.counts();
     let (transfers, quarantined, quarantined_bytes) = admin.transfers.prepared.counts();
     let workers = admin.workers.restored();
     let heritage = &context.l1.heritage;
@@ -215,6 +216,7 @@ pub(super) fn status(admin: &Admin, healthy: bool) -> Status {
         chunk_size: Some(config.chunk_size),
         hash_algorithm: config.hash_algorithm.name().to_owned(),
         active_sessions: Some(lookups),
+        agent_sessions: AgentSessionsStatus { sessions, chunks },
         pending_transfers: Some(transfers),
         withheld_transfers: quarantined,
         withheld_bytes: quarantined_bytes,

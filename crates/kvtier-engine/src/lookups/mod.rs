@@ -38,6 +38,7 @@ use tokio::sync::watch;
 
 use super::context::Context;
 use super::instances::{Instance, Unserved, gcd, rows};
+use super::sessions;
 use super::{Caller, EngineAnswer, Reply};
 use chunk_sizes::{ChunkSizes, LookupRange};
 use find::ObjectFind;
@@ -152,9 +153,11 @@ impl Lookups {
             }
         }
         let counted = found.counted;
+        let prompt = key.tokens.hashes[..covered + hashes.len()].into();
         let lookup = HeldLookup {
             connection: caller.connection,
-            prompt: key.tokens.hashes[..covered + hashes.len()].into(),
+            at_end: self.context.sessions.begin(key, &scope, &prompt),
+            prompt,
             hit_chunks: covered + found.hit_chunks,
             loaded: Vec::new(),
             lease: found.lease,
@@ -523,12 +526,17 @@ impl Lookups {
     /// released.
     pub fn end_session(&self, caller: Caller, request_id: &str) -> EngineAnswer {
         let now = self.context.now();
-        for lookup in self.held.end(request_id, caller.connection) {
+        for mut lookup in self.held.end(request_id, caller.connection) {
             let session = || TracedSession::new(request_id, &lookup.scope, None);
             self.context.tracer.end(session);
             let namespaces = lookup.lease.rows().iter().map(|row| &row.namespace);
             self.context.l1.cache.touch(now, namespaces, &lookup.prompt);
+            let salt = Arc::clone(lookup.scope.cache_salt());
+            let at_end = lookup.at_end.take();
             self.unload(lookup);
+            if let Some(at_end) = at_end {
+                sessions::end(&self.context, &salt, &at_end);
+            }
         }
         EngineAnswer::nothing()
     }

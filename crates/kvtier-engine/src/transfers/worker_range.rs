@@ -18,7 +18,7 @@ use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;
 
 use super::super::context::Context;
-use super::super::instances::{GroupLayout, Instance, rows};
+use super::super::instances::{GroupLayout, Instance};
 use super::super::lookups::Lookups;
 use super::Transfers;
 use kvtier_store::l1::L1Allocator;
@@ -51,14 +51,7 @@ impl WorkerRange {
 
     /// The rows of a lookup of its prompt; none if its workers are unknown.
     pub(super) fn rows(&self, context: &Context) -> Arc<[GroupRow]> {
-        let scope = self.scope.of_all_workers();
-        let instances = context.instances.of_workers(
-            scope.model_name(),
-            scope.world_size(),
-            scope.workers(),
-            self.chunk_size,
-        );
-        rows(&scope, &instances.unwrap_or_default())
+        context.rows(&self.scope, self.chunk_size)
     }
 
     /// Checks the key of a registered worker's transfer.
@@ -85,6 +78,8 @@ impl WorkerRange {
                  lookup finds only what both have stored; give their engines different model names"
             );
         }
+        let end = range.chunks.end;
+        context.sessions.extend(key, &range.scope, end);
         Ok(range)
     }
 

@@ -117,7 +117,8 @@ function tiles({ status, traffic }, history) {
   const l1 = status?.storage_manager.l1_manager;
   const asked = traffic?.requested_tokens ?? 0;
   const hitRate = lastMinute(history);
-  const shown = [traffic, hitRate, l1, status?.active_sessions];
+  const agents = status?.agent_sessions;
+  const shown = [traffic, hitRate, l1, status?.active_sessions, agents];
   replace(byId("tiles"), shown, () => [
     tile("Hit rate, last minute", percent(hitRate), `of ${rate(asked)} tokens/s now, ${rate(traffic?.hit_tokens_l2 ?? 0)} from tiers`),
     flow("Lookups/s", traffic?.lookups),
@@ -125,6 +126,7 @@ function tiles({ status, traffic }, history) {
     flow("Retrieves/s", traffic?.retrieves),
     tile("L1", l1 ? percent(l1.memory_usage_ratio) : NONE, l1 ? `${bytes(l1.memory_used_bytes)} of ${bytes(l1.memory_total_bytes)}` : "", l1?.memory_usage_ratio),
     tile("Sessions", count(status?.active_sessions), status ? `${count(l1.read_locked_count)} objects leased, ${count(l1.write_locked_count)} being written` : ""),
+    tile("Sessions of agents", count(agents?.sessions), agents ? `${count(agents.chunks)} chunks in their prompts` : ""),
   ]);
 }
 

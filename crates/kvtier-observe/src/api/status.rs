@@ -33,6 +33,8 @@ pub struct Status {
     pub hash_algorithm: String,
     /// Requests of engines that hold or held something and have not ended.
     pub active_sessions: Option<usize>,
+    /// Sessions of agents that are remembered.
+    pub agent_sessions: AgentSessionsStatus,
     /// Transfers in flight.
     pub pending_transfers: Option<usize>,
     /// Abandoned transfers whose memory may still be written.
@@ -360,6 +362,16 @@ pub struct RequestPortStatus {
     pub connections_max: i64,
     /// Most open files of the process.
     pub open_files_max: i64,
+}
+
+/// Sessions of agents, as their requests name them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct AgentSessionsStatus {
+    /// Sessions that are remembered.
+    pub sessions: usize,
+    /// Chunks of their last prompts.
+    pub chunks: usize,
 }
 
 /// Reads of L1 by peers.

@@ -45,6 +45,8 @@ label_sets! {
     TraceLabels { trace_id: String }
     /// Labels of lost spans.
     SpanLossLabels { reason: &'static str }
+    /// What was asked for a session of an agent.
+    SessionLabels { action: &'static str }
     /// Labels of the version.
     BuildLabels { version: &'static str }
     /// Labels of LMCache's L1 gauges.

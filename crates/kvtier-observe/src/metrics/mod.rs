@@ -27,7 +27,7 @@ pub use labels::SpanLoss;
 use labels::{
     BuildLabels, DeviceLabels, EarlyExitLabels, FailureLabels, L1GaugeLabels, L1Labels,
     LoadedLabels, LookupLabels, MissLabels, OperationLabels, OverQuotaLabels, ReadFailureLabels,
-    RefusedLabels, SpanLabels, SpanLossLabels, TraceLabels,
+    RefusedLabels, SessionLabels, SpanLabels, SpanLossLabels, TraceLabels,
 };
 use names::Names;
 use prometheus_client::encoding::text;
@@ -131,6 +131,8 @@ pub struct Metrics {
     exported_spans: Counter,
     span_seconds: Family<SpanLabels, HistogramWithExemplars<TraceLabels>>,
     lost_spans: Family<SpanLossLabels, Counter>,
+    session_actions: Family<SessionLabels, Counter>,
+    session_objects: Family<SessionLabels, Counter>,
     /// Background eviction passes, and those that evicted.
     pub eviction_ticks: Counter,
     /// Background eviction passes that evicted.
@@ -160,6 +162,7 @@ pub struct Metrics {
     l1_prefaulted_bytes: Gauge,
     active_prefetch_jobs: Gauge,
     active_sessions: Gauge,
+    agent_sessions: Gauge,
     registered_instances: Gauge,
     evicted_chunks: Counter,
     evicted_bytes: Counter,
@@ -197,6 +200,8 @@ pub struct Readings {
     pub prefaulted_bytes: u64,
     /// Request sessions alive.
     pub sessions: u64,
+    /// Sessions of agents that are remembered.
+    pub agent_sessions: u64,
     /// Lookups whose result no client has asked for yet.
     pub unread_lookups: u64,
     /// Workers registered.
@@ -361,6 +366,14 @@ impl Metrics {
                 "Durations of spans that the collector of traces has, with the latest trace of each bucket",
                 Family::new_with_constructor(traced_latency),
             ),
+            session_actions: own.add(
+                "agent_session_actions",
+                "Actions that were asked for sessions of agents",
+            ),
+            session_objects: own.add(
+                "agent_session_objects",
+                "Objects of L1 that sessions of agents have released or demoted",
+            ),
             lost_spans: own.add("trace_lost_spans", "Spans that no collector has"),
             request_connections: own.add("request_connections", "Connections to the request port"),
             request_connections_max: own.add(
@@ -413,6 +426,7 @@ impl Metrics {
                 "Lookups whose result was not asked for yet",
             ),
             active_sessions: own.add("active_sessions", "Request sessions alive"),
+            agent_sessions: own.add("agent_sessions", "Sessions of agents that are remembered"),
             registered_instances: own.add("registered_instances", "Workers registered"),
             evicted_chunks: own.add("l1_evicted_chunks", "Objects evicted from L1"),
             evicted_bytes: own.add("l1_evicted_bytes", "Bytes evicted from L1"),
@@ -614,6 +628,18 @@ impl Metrics {
         family.get_or_create(&DeviceLabels { device }).inc();
     }
 
+    /// An action was asked for a session of an agent.
+    pub fn session_action(&self, action: &'static str) {
+        let labels = SessionLabels { action };
+        self.session_actions.get_or_create(&labels).inc();
+    }
+
+    /// Objects that an action was done to.
+    pub fn session_objects(&self, action: &'static str, objects: u64) {
+        let labels = SessionLabels { action };
+        self.session_objects.get_or_create(&labels).inc_by(objects);
+    }
+
     /// A request was answered.
     pub fn answered(&self, operation: &'static str, took: Duration) {
         let labels = OperationLabels { operation };
@@ -688,6 +714,7 @@ impl Metrics {
         set(&self.l1_prefaulted_bytes, readings.prefaulted_bytes);
         set(&self.active_prefetch_jobs, readings.unread_lookups);
         set(&self.active_sessions, readings.sessions);
+        set(&self.agent_sessions, readings.agent_sessions);
         set(&self.registered_instances, readings.instances);
         // The engine's own totals are the truth; the counters here only follow them.
         for (counter, total) in [

@@ -382,6 +382,7 @@ fn description_lists_every_existing_route() {
         "/cache/objects",
         "/cache/prefetches",
         "/cache/prefetches/{request_id}",
+        "/cache/sessions",
         "/config",
         "/config/adapters",
         "/config/reload",

@@ -13,7 +13,8 @@ use anyhow::Context as _;
 use clap::Args;
 use indicatif::{HumanBytes, HumanCount, HumanDuration};
 use kvtier_observe::api::{
-    Health, QuotaStatus, Recovery, StateStatus, Status, StorageManagerStatus, TierStatus,
+    AgentSessionsStatus, Health, QuotaStatus, Recovery, StateStatus, Status, StorageManagerStatus,
+    TierStatus,
 };
 use serde_json::{Map, Value, json};
 
@@ -285,6 +286,11 @@ fn summary(url: &str, status: &Status) -> String {
             withheld.map(|count| format!("{count} abandoned, memory withheld")),
         ];
         line(&mut out, "sessions", &sessions.to_string(), more);
+    }
+    let AgentSessionsStatus { sessions, chunks } = status.agent_sessions;
+    if sessions > 0 {
+        let more = [Some(format!("{chunks} chunks in their prompts"))];
+        line(&mut out, "agents", &sessions.to_string(), more);
     }
     let workers = workers(status);
     line(&mut out, "workers", &workers.len().to_string(), []);

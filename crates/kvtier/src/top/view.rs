@@ -120,8 +120,9 @@ impl View {
             let uptime = uptime.map(|uptime| format!("  up {}", HumanDuration(uptime)));
             spans.extend([version, uptime].into_iter().flatten().map(Span::raw));
             let (workers, sessions) = (workers(status), status.active_sessions.unwrap_or(0));
+            let agents = status.agent_sessions.sessions;
             spans.push(Span::raw(format!(
-                "  workers {workers}, sessions {sessions}"
+                "  workers {workers}, sessions {sessions}, of agents {agents}"
             )));
         }
         if self.is_paused {
@@ -377,6 +378,7 @@ mod tests {
     fn status() -> serde_json::Value {
         json!({
             "is_healthy": true, "version": "0.1.0", "uptime_seconds": 7200, "active_sessions": 3,
+            "agent_sessions": {"sessions": 2, "chunks": 20},
             "registered_gpu_ids": [7], "registered_non_cuda_instance_ids": [8, 9],
             "storage_manager": {
                 "l1_manager": {"memory_used_bytes": 1 << 30, "memory_total_bytes": 4_u64 << 30, "total_object_count": 1234},
@@ -411,7 +413,7 @@ mod tests {
         view.update(Ok(sample(status(), &metrics(101))));
         let shown = text(&view);
         for part in [
-            "kvtier  http://h  healthy, 1 of 1 second tiers failed  0.1.0  up 2 hours  workers 3, sessions 3",
+            "kvtier  http://h  healthy, 1 of 1 second tiers failed  0.1.0  up 2 hours  workers 3, sessions 3, of agents 2",
             "L1 [######------------------] 1.00 GiB of 4.00 GiB (25 %), 1,234 objects",
             "hit rate  75.0 % of",
             "lookup",

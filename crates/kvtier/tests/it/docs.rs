@@ -64,6 +64,8 @@ fn all_counted() -> Metrics {
     }
     metrics.answered("ping", Duration::from_micros(1));
     metrics.refused("store", "bad_key");
+    metrics.session_action("release");
+    metrics.session_objects("release", 1);
     metrics.spans_lost(SpanLoss::Rejected, 1);
     metrics.span(
         "request",

@@ -24,6 +24,7 @@ use kvtier_core::{ChunkHash, Namespace};
 use kvtier_proto::request::InstanceId;
 use tokio::sync::watch;
 
+use super::super::sessions::table::AtEnd;
 use kvtier_store::l1::L1Allocator;
 use kvtier_store::tiers::Prefetched;
 use table::{HeldRow, HeldTable, covered, same_scope};
@@ -58,6 +59,8 @@ pub struct HeldLookup {
     pub loaded: Vec<Cell>,
     /// When it was made, since start.
     pub created: Duration,
+    /// What happens to its agent's session when it ends.
+    pub at_end: Option<AtEnd>,
 }
 
 impl HeldLookup {

@@ -39,6 +39,7 @@ fn scope() -> KeyScope {
 /// A lookup that has found one chunk.
 fn found(cache: &Cache<L1Allocator>, readers: u16) -> HeldLookup {
     HeldLookup {
+        at_end: None,
         scope: scope(),
         connection: 7,
         prompt: HASHES.into(),
