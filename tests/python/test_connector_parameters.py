@@ -81,7 +81,7 @@ def test_limited_load_leaves_nothing_leased(place, engines):
     assert engine.load(req, range(21, 34), 0, CHUNK) == set()
 
 
-@pytest.mark.parametrize("name", [name for name in PARAMETERS if PARAMETERS[name].use not in ("keep_seconds", "peer")])
+@pytest.mark.parametrize("name", [name for name in PARAMETERS if PARAMETERS[name].use not in ("keep_seconds", "session", "session_action", "peer")])
 def test_value_that_is_not_allowed_counts_as_nothing(caplog, name):
     """The log has the key, the value and what is allowed."""
     use = {"kvtier.load": "load", "kvtier.max_load_tokens": "load", "kvtier.stored_tokens": "awaited"}.get(name, "store")

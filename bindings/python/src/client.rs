@@ -6,6 +6,7 @@ use kvtier_client::{ChunkTerms, Client as Native, Health, InstanceId, Scope, Set
 use kvtier_proto::key::check_salt;
 use kvtier_proto::key_settings::KeySettings;
 use kvtier_proto::request::AllocationRecord;
+use kvtier_proto::session::SessionAction;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -240,7 +241,7 @@ impl Client {
 
     /// Chunks of the longest cached prefix of `prompt[..end]`.
     #[pyo3(signature = (prompt, end, request_id, model_name, world_size=1, num_kv_readers=1, cache_salt=String::new(),
-        timeout=None, traceparent=None, keep_seconds=None, peer=None))]
+        timeout=None, traceparent=None, keep_seconds=None, peer=None, session=None, session_action=None))]
     #[expect(clippy::too_many_arguments, reason = "named arguments in Python")]
     fn lookup(
         &self,
@@ -255,6 +256,8 @@ impl Client {
         traceparent: Option<&str>,
         keep_seconds: Option<u32>,
         peer: Option<&str>,
+        session: Option<&str>,
+        session_action: Option<&str>,
     ) -> PyResult<Future> {
         check_salt(&cache_salt)
             .map_err(|error| PyValueError::new_err(format!("cache_salt: {error}")))?;
@@ -263,6 +266,8 @@ impl Client {
         let scope = scope.with_settings(KeySettings {
             keep_seconds,
             peer,
+            session,
+            session_action: session_action.and_then(SessionAction::from_name),
             traceparent,
             ..KeySettings::default()
         });

@@ -247,12 +247,15 @@ class Client:
         traceparent: str | None = None,
         keep_seconds: int | None = None,
         peer: str | None = None,
+        session: str | None = None,
+        session_action: str | None = None,
     ) -> Future[int]:
         """Returns the chunks of the longest cached prefix of the first ``end`` tokens, leased to the request.
 
         It may take ``timeout`` seconds; default: as other requests. A server that traces requests puts this one below the
         span that ``traceparent`` names (W3C Trace Context). What is found in the server's memory is pinned for ``keep_seconds``.
-        Its tiers of peers ask ``peer``, a host among theirs, before others.
+        Its tiers of peers ask ``peer``, a host among theirs, before others. The request is a turn of the agent's ``session``; see
+        :meth:`kvtier.SchedulerAdapter.maybe_submit_lookup_request`.
 
         Raises:
             ValueError: a ``cache_salt`` that no key can have.
@@ -366,11 +369,12 @@ class Worker:
         event: bytes = ...,
         timeout: float | None = None,
         keep_seconds: int | None = None,
+        session: str | None = None,
     ) -> None:
         """Starts a store or a retrieve. Never waits, never fails: :meth:`take_finished` returns the outcome.
 
         That includes invalid numbers and names: all parts of a batch end, even if one of them is invalid. It may take
-        ``timeout`` seconds; default: as each of the client's requests. What is stored is kept for ``keep_seconds``: see
+        ``timeout`` seconds; default: as each of the client's requests. For ``keep_seconds`` and ``session`` see
         :class:`kvtier.LoadStoreOp`.
         """
 

@@ -44,6 +44,9 @@ class LoadStoreOp:
     """How long the server is to keep what a store writes in its memory: for N seconds from the store's end on no other object evicts
     it (1 to 86400; a server allows it for a share of its memory), or it is evicted first (0). None: as the server's policy does."""
 
+    session: str | None = None
+    """The agent's session that a store belongs to: a name of at most 256 bytes."""
+
     def __len__(self) -> int:
         """Number of blocks."""
         return sum(len(blocks) for blocks in self.blocks_of_groups())

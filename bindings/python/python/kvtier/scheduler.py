@@ -139,6 +139,8 @@ class SchedulerAdapter:
         traceparent: str | None = None,
         keep_seconds: int | None = None,
         peer: str | None = None,
+        session: str | None = None,
+        session_action: str | None = None,
     ) -> None:
         """Starts a lookup unless the request has one; its result is kept until :meth:`cleanup_lookup_result`.
 
@@ -148,7 +150,8 @@ class SchedulerAdapter:
         ``traceparent`` is the span that a server which traces requests puts this one below (W3C Trace Context).
         What the lookup finds in the server's memory is not evicted for ``keep_seconds`` seconds from then on (1 to 86400; a server
         allows it for a share of its memory). ``peer`` is the host that is likely to have the prompt, one of those that the server's tiers of
-        peers read from; others are ignored.
+        peers read from; others are ignored. ``session`` is the agent's session that the request is a turn of, and ``session_action``
+        (``release`` or ``demote``) what happens to what only that session needs when the request ends.
 
         Raises:
             ValueError: not exactly one of ``token_ids``, ``block_hashes`` and ``prompt``.
@@ -178,6 +181,8 @@ class SchedulerAdapter:
                 traceparent,
                 keep_seconds,
                 peer,
+                session,
+                session_action,
             )
             lookup.tokens, lookup.asked, lookup.miss = None, end, "not_found"
         except (KvTierError, *_BAD_ARGUMENTS) as error:

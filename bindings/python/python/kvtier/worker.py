@@ -364,6 +364,7 @@ class WorkerAdapter:
                 event=handle,
                 timeout=timeout,
                 keep_seconds=op.keep_seconds if transfer.is_store else None,
+                session=op.session if transfer.is_store else None,
             )
         return transfer
 

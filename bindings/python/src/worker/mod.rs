@@ -213,7 +213,7 @@ impl Worker {
     }
 
     #[pyo3(signature = (id, prompt, start, end, request_id, cache_salt, block_ids, *, is_store, skip=None, event=vec![],
-        timeout=None, keep_seconds=None))]
+        timeout=None, keep_seconds=None, session=None))]
     #[expect(clippy::too_many_arguments, reason = "named arguments in Python")]
     fn submit(
         &self,
@@ -229,6 +229,7 @@ impl Worker {
         event: Vec<u8>,
         timeout: Option<f64>,
         keep_seconds: Option<&Bound<'_, PyAny>>,
+        session: Option<String>,
     ) -> PyResult<()> {
         self.check_owner()?;
         // An invalid argument ends this transfer; an exception would leave the caller with half a batch in flight.
@@ -266,6 +267,7 @@ impl Worker {
             event,
             deadline: Instant::now() + timeout.map_or_else(|| self.core.client.timeout(), seconds),
             keep_seconds,
+            session,
         };
         match self.core.mode {
             Mode::Server => server_driven::submit(&self.core, &transfer),

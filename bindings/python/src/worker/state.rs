@@ -43,6 +43,8 @@ pub struct Transfer {
     pub deadline: Instant,
     /// How long what a store writes is to be kept; `None` as the server's eviction policy does.
     pub keep_seconds: Option<u32>,
+    /// The agent's session that a store belongs to.
+    pub session: Option<String>,
 }
 
 /// A transfer that has ended.
@@ -76,6 +78,7 @@ impl Registered {
         let settings = KeySettings {
             deadline,
             keep_seconds: transfer.keep_seconds,
+            session: transfer.session.as_deref(),
             ..KeySettings::default()
         };
         let scope = self.scope.clone().with_salt(transfer.cache_salt.clone());

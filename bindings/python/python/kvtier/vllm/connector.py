@@ -234,9 +234,8 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
     def _start_store(self, move: Move, event: Any) -> None:
         if self._is_off:
             return self._fail_store(move)
-        op = LoadStoreOp(
-            self._blocks(move), prompt=move.prompt, start=move.start, end=move.end, keep_seconds=move.keep_seconds
-        )
+        kept = {"keep_seconds": move.keep_seconds, "session": move.session}
+        op = LoadStoreOp(self._blocks(move), prompt=move.prompt, start=move.start, end=move.end, **kept)
         self._worker.submit_store_request(move.request_id, op, event, move.salt, tag=move.number)
         if self._is_writer:
             self._stores.add(move.number)

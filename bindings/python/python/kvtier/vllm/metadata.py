@@ -27,6 +27,9 @@ class Move:
     number: int = -1
     """A store's number, in the workers' reports of its end."""
 
+    session: str | None = None
+    """The agent's session that a store belongs to."""
+
     keep_seconds: int | None = None
     """How long what a store writes is to be kept; None as the server's policy does."""
 

@@ -20,6 +20,9 @@ STORED_TOKENS = PREFIX + "stored_tokens"
 # Seconds in a day, the longest that a server keeps what a request asks it to keep.
 _MAX_KEEP_SECONDS = 86_400
 
+# Bytes of the longest name of a session.
+_MAX_SESSION = 256
+
 # Longest name of a host.
 _MAX_HOST = 253
 
@@ -40,6 +43,12 @@ class Parameters:
     keep_seconds: int | None = None
     """Seconds that what it stores or hits is pinned; 0: what it stores is evicted first; None: it is kept as any other."""
 
+    session: str | None = None
+    """The agent's session that it is a turn of; vLLM's own id of it by default."""
+
+    session_action: str | None = None
+    """What happens to what only that session needs when the request ends: ``release`` or ``demote``."""
+
     peer: str | None = None
     """Host that is likely to have its KV, one of those that the server reads from."""
 
@@ -52,7 +61,7 @@ class Parameters:
         """
         values: dict[str, Any] = {}
         given = getattr(request, "kv_transfer_params", None)
-        for key, value in given.items() if isinstance(given, Mapping) else ():
+        for key, value in {**_hinted(request), **(given if isinstance(given, Mapping) else {})}.items():
             parameter = PARAMETERS.get(key)
             if parameter is not None and value is not None:
                 read = parameter.read(value)
@@ -65,6 +74,16 @@ class Parameters:
                 effect = f"there is no such parameter, and it is ignored; allowed are {', '.join(PARAMETERS)}"
                 _warn(warnings, "key", request, key, value, effect)
         return cls(**values)
+
+
+def _hinted(request: Any) -> dict[str, Any]:
+    """Returns parameters that vLLM has elsewhere: its id of the session, and KV hints of the type ``kvtier`` (from vLLM 0.32 on)."""
+    found = {"kvtier.session": getattr(request, "session_id", None)}
+    hints = getattr(request, "kv_hints", None)
+    for action in hints.actions if hints is not None else ():
+        if action.action_type == "kvtier":
+            found.update(action.payload)
+    return found
 
 
 def is_prefill(request: Any) -> bool:
@@ -106,6 +125,17 @@ def _seconds(value: Any) -> int | None:
     return value if type(value) is int and 0 <= value <= _MAX_KEEP_SECONDS else None
 
 
+def _session(value: Any) -> str | None:
+    """Returns the name of a session."""
+    is_name = isinstance(value, str) and value.isprintable() and 0 < len(value.encode()) <= _MAX_SESSION
+    return value if is_name else None
+
+
+def _action(value: Any) -> str | None:
+    """Returns what happens to a session."""
+    return value if value in ("release", "demote") else None
+
+
 def _host(value: Any) -> str | None:
     """Returns a host."""
     return value if isinstance(value, str) and 0 < len(value) <= _MAX_HOST else None
@@ -125,6 +155,8 @@ PARAMETERS = {
     "kvtier.max_load_tokens": Parameter("load", _COUNT, _count),
     STORED_TOKENS: Parameter("awaited", _COUNT, _count),
     "kvtier.keep_seconds": Parameter("keep_seconds", f"whole numbers from 0 to {_MAX_KEEP_SECONDS}", _seconds),
+    "kvtier.session": Parameter("session", f"printable names of at most {_MAX_SESSION} bytes", _session),
+    "kvtier.session_action": Parameter("session_action", "release and demote", _action),
     "kvtier.peer": Parameter("peer", f"host names and addresses of at most {_MAX_HOST} characters", _host),
     "remote_kv_source": Parameter("peer", "objects with such a remote_host", _source),
     "lmcache.skip_save": Parameter("store", _SWITCH, _prohibition),
@@ -140,6 +172,8 @@ _OTHERWISE: dict[str, tuple[int | None, str]] = {
     "load": (0, "may load nothing"),
     "awaited": (0, "waits for nothing"),
     "keep_seconds": (None, "sets no time"),
+    "session": (None, "is of no session"),
+    "session_action": (None, "does nothing to its session"),
 }
 
 

@@ -182,6 +182,8 @@ class Scheduling:
             traceparent=traced.get("traceparent"),
             keep_seconds=tracked.parameters.keep_seconds,
             peer=tracked.parameters.peer,
+            session=tracked.parameters.session,
+            session_action=tracked.parameters.session_action,
         )
 
     def _waits(self, tracked: Tracked, found: int, end: int) -> bool:
@@ -412,8 +414,8 @@ class Scheduling:
             return
         table = self._current_blocks(request.request_id) if self.has_windows else tracked.block_ids
         blocks = blocks_of_range(table, self.groups, chunk, start, end)
-        keep = tracked.parameters.keep_seconds
-        move = Move(request.request_id, self.keys.prompt(request, end), start, end, blocks, tracked.salt, keep_seconds=keep)
+        kept = {"keep_seconds": tracked.parameters.keep_seconds, "session": tracked.parameters.session}
+        move = Move(request.request_id, self.keys.prompt(request, end), start, end, blocks, tracked.salt, **kept)
         events = self._store_events(tracked, move)
         move.number, self.next_number = self.next_number, self.next_number + 1
         if self.holds is not None:
