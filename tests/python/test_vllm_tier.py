@@ -175,6 +175,19 @@ def test_store_without_space_for_all_takes_the_beginning(place, tiers):
     assert found == [HIT] * found.count(HIT) + [MISS] * found.count(MISS)
 
 
+def test_touched_chunks_are_evicted_last(place, tiers):
+    """A touch counts as a use, and leaves no lease."""
+    server = place.server(l1_gb=2 / 1024)
+    tier = tiers(server, row=1 << 16)
+    context = tier.request("a")
+    for number in range(12):
+        assert tier.end(tier.submit(keys_of(f"{number}"), range(4), context)) == [True]
+        tier.tier.touch(keys_of("0"), context)
+        wait_until(lambda: tier.is_up() and not tier.tier.has_pending_work(), 60, "the answer")
+    wait_until(lambda: sessions(server) == 0, 60, "the end of leases")
+    assert tier.lookup(keys_of("0") + keys_of("1"), context) == [HIT] * 4 + [MISS] * 4
+
+
 def test_requests_that_end_before_the_step_leave_shared_keys(place, tiers):
     """A key that another request waits for is asked all the same; one that was missed, again for a later request."""
     tier = tiers(place.server())

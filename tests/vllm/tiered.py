@@ -261,6 +261,9 @@ def attention(case):
     case.hits("hits", second, prompts, WHOLE)
     case.hits("salt-hits", second, prompts[:1], WHOLE, salt="alice")
     case.hits("other-salt-misses", second, prompts[:1], 0, salt="bob")
+    # Each request asks once, also those that are compared with.
+    finds, failed = (second.call("metric", f"vllm:kv_offload_kvtier_{name}") for name in ("finds", "failed_finds"))
+    case.check("metrics", finds == 10 and failed == 0, f"{finds:.0f} lookups sent, {failed:.0f} failed")
 
 
 @case

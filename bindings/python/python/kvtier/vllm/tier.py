@@ -259,6 +259,8 @@ class KvTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """Notes a request; its new chunks are stored."""
+        # An id may be used again before vLLM has ended the stores of the earlier request.
+        self.on_request_finished(req_context)
         facts = (req_context.kv_transfer_params or {}).get(_FACTS)
         self._requests[req_context.req_id] = _Request(facts if isinstance(facts, Facts) else Facts())
         return RequestOffloadingContext()
@@ -301,16 +303,22 @@ class KvTier(SecondaryTierManager):
         for request in asking:
             new, request.new = request.new, {}
             if new:
-                self._send(new, request.facts)
+                self._send(new, list(new.values()), request.facts)
 
-    def _send(self, new: dict[bytes, _Verdict], facts: Facts) -> None:
-        find = _Find(f"tier-{self._instance:x}-{next(self._numbers)}", list(new.values()), users=len(new))
-        for verdict in find.verdicts:
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
+        """Marks chunks as used, by a lookup whose leases end with its answer. No scheduler of vLLM calls this yet (0.32)."""
+        request = self._requests.get(req_context.req_id)
+        if request is not None and request.facts.is_known and self._is_up:
+            self._send(keys, [], request.facts)
+
+    def _send(self, keys: Iterable[bytes], verdicts: list[_Verdict], facts: Facts) -> None:
+        find = _Find(f"tier-{self._instance:x}-{next(self._numbers)}", verdicts, users=len(verdicts))
+        for verdict in verdicts:
             verdict.find = find
         self._counts["vllm:kv_offload_kvtier_finds"] += 1
         try:
             find.future = self._client.find(
-                self._prompt(new, facts), find.session, self._model_name, cache_salt=facts.salt, timeout=self._lookup_timeout
+                self._prompt(keys, facts), find.session, self._model_name, cache_salt=facts.salt, timeout=self._lookup_timeout
             )
         except ValueError as error:  # A salt that no key can have.
             self._answer(find, None, error)
