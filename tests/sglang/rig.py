@@ -4,7 +4,7 @@ import json
 from array import array
 from types import SimpleNamespace
 
-import stand_ins
+import fakes
 import torch
 from kvrig.waiting import wait_until
 from sglang.srt import runtime_context
@@ -196,7 +196,7 @@ class Linked(Engine):
 
 
 class HiCache(Engine):
-    """A rank with host pools and the storage backend behind them. What moves pages between device and host is a stand-in."""
+    """A rank with host pools and the storage backend behind them. The kernels that move pages between device and host are faked."""
 
     def __init__(self, args, layout, kind="mha", **extra):
         super().__init__(args, kind)
@@ -207,7 +207,7 @@ class HiCache(Engine):
         runtime_context.get_parallel().override_permanently(**sizes, attn_dp_rank=0, dcp_enabled=False)
         names = {"backend_name": "kvtier", "module_path": "kvtier.sglang", "class_name": "KvTierStorage"}
         extra |= {**names, "interface_v1": 1, "prefetch_threshold": PAGE}
-        stand_ins.MEMORY |= {
+        fakes.MEMORY |= {
             "hicache_ratio": 2.0,
             "hicache_size": 0,
             "hicache_mem_layout": layout,

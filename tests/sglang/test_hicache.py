@@ -4,12 +4,12 @@ import random
 import time
 from types import SimpleNamespace
 
+import fakes
 import pytest
-import stand_ins
 import torch
 from kvrig.waiting import wait_until
 
-stand_ins.load()
+fakes.load()
 
 from kvtier.sglang import KvTierStorage  # noqa: E402
 from rig import PAGE  # noqa: E402

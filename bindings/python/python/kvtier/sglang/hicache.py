@@ -71,7 +71,7 @@ class KvTierStorage(HiCacheStorage):
         self._store.register(
             name,
             tensors,
-            # SGLang has only one rank store the other pools of a replicated model.
+            # The first rank stores the other pools of a replicated model.
             config.is_mla_model and host_pool_name != PoolName.MAMBA,
             kind=type(host_pool).__qualname__,
             layout=host_pool.layout,
@@ -83,7 +83,7 @@ class KvTierStorage(HiCacheStorage):
     # -- lookups -----------------------------------------------------------------------------
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, extra_info: Any = None) -> PoolTransferResult:
-        """Returns the longest prefix of which each pool has what it needs."""
+        """Returns the longest prefix that all pools can restore."""
         transfers = {str(each.name): each for each in pool_transfers or () if each.hit_policy != PoolHitPolicy.BLOCK_GROUPS}
         names = [str(PoolName.KV), *(name for name in transfers if name != str(PoolName.KV))]
         found = self._find(keys, names)

@@ -86,7 +86,7 @@ def model_name(args: Any) -> str:
 def _folder(name: str, revision: str | None) -> str:
     """Returns the folder of a model; for a model of a hub, that of its snapshot if it is there."""
     if not os.path.exists(name):
-        # Any error: a hub whose library is absent, or a name that is none of its.
+        # Any error: the hub's library is absent, or has no such name.
         with contextlib.suppress(Exception):
             from huggingface_hub import snapshot_download
 

@@ -1,4 +1,4 @@
-"""SGLang 0.5.23 from its unpacked wheel, on a machine without its kernels: absent packages are stand-ins that do nothing."""
+"""SGLang 0.5.23 from its unpacked wheel, on a machine without its kernels: absent packages are fakes that do nothing."""
 
 import importlib.abc
 import importlib.machinery
@@ -76,7 +76,7 @@ def load():
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     # SGLang compiles its hash of pages at the first use: ninja is beside the interpreter.
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    # Before the stand-ins: it looks for some of the absent packages.
+    # Before the fakes: it looks for some of the absent packages.
     from transformers import AutoModel, AutoProcessor, AutoTokenizer, PreTrainedModel  # noqa: F401
 
     sys.meta_path.append(_Finder())
