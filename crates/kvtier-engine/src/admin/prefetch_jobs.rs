@@ -226,6 +226,7 @@ impl PrefetchJobs {
             rows,
             scope: prompt.scope,
             hashes: prompt.hashes,
+            is_object_keys: false,
             tokens: None,
             counted: Counted::ALL,
             span: None,

@@ -103,6 +103,7 @@ impl ObjectFind {
             lease: lookup.lease,
             readers: 1,
             until_end: false,
+            at_end: None,
             created: self.context.now(),
             scope: self.scope,
         };

@@ -53,11 +53,11 @@ pub(super) struct SessionTable {
 struct TenantSessions {
     /// Last turn of each session.
     by_name: HashMap<Arc<str>, u64>,
-    by_turn: BTreeMap<u64, Session>,
+    by_turn: BTreeMap<u64, AgentSession>,
     chunks: usize,
 }
 
-struct Session {
+struct AgentSession {
     name: Arc<str>,
     prompt: SessionPrompt,
     /// What happens to the tail until the next turn.
@@ -151,7 +151,7 @@ impl AgentSessions {
 }
 
 impl SessionTable {
-    fn session(&mut self, salt: &str, name: &str) -> Option<&mut Session> {
+    fn session(&mut self, salt: &str, name: &str) -> Option<&mut AgentSession> {
         let tenant = self.tenants.get_mut(salt)?;
         tenant.by_turn.get_mut(tenant.by_name.get(name)?)
     }
@@ -174,7 +174,7 @@ impl SessionTable {
         tenant.chunks += chunks;
         let name: Arc<str> = name.into();
         tenant.by_name.insert(Arc::clone(&name), turn);
-        let session = Session {
+        let session = AgentSession {
             name,
             prompt,
             action,
