@@ -48,7 +48,7 @@ SESSIONS, REQUESTS, RESTART = 64, 160, 120
 COMMON, COMMON_SHARE = 4, 0.3
 PRIMARY_MIB, L1_MIB, DISK_MIB = 32, 16, 48
 # Files of vLLM's host memory.
-REGIONS = "/dev/shm/vllm_offload_*"
+REGIONS = "/dev/shm/vllm_offload_{}.mmap"
 KEYS = 128
 CASES = {}
 
@@ -185,7 +185,7 @@ class Case:
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
         self.engines, self.servers = [], []
-        self.left = glob.glob(REGIONS)
+        self.numbers, self.prefix = itertools.count(), f"tiered-{os.getpid()}-{name}"
 
     def check(self, name, ok, detail):
         """Note one result."""
@@ -202,7 +202,7 @@ class Case:
         """An engine over a server's tier, or over another `tier`; `ours`: with kvtier's form of the connector."""
         tier = tier or {"type": "KvTier", "module_path": "kvtier.vllm.tier", "url": server.url, "heartbeat": 1, "lookup_timeout": LOOKUP_TIMEOUT, "timeout": TIMEOUT}
         connection = {
-            "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+            "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "engine_id": f"{self.prefix}-{next(self.numbers)}",
             "kv_connector_extra_config": {
                 "spec_name": "CpuTieringSpec", "spec_module_path": "cpu_tiering", "cpu_bytes_to_use": primary_mib * MIB,
                 "secondary_tiers": [tier], **(extra or {}),
@@ -234,7 +234,7 @@ class Case:
             engine.leave()
         for engine in self.engines:
             engine.stop()
-        left = sorted(set(glob.glob(REGIONS)) - set(self.left))
+        left = glob.glob(REGIONS.format(f"{self.prefix}-*"))
         self.check("nothing-left", not left, left)
         for server in self.servers:
             if server.running():
@@ -298,14 +298,17 @@ def checkpoints(case):
         engine = case.engine(server, path)
         case.hits(f"{model}-misses", engine, prompts, 0)
         engine.stop()
-    case.hits("same-weights-hit", case.engine(server, path), prompts, WHOLE)
+    engine = case.engine(server, path)
+    case.hits("same-weights-hit", engine, prompts, WHOLE)
+    engine.stop()
     try:
         case.engine(server, ours=False)
         case.check("unnamed-is-refused", False, "it started")
     except Died as problem:
         case.check("unnamed-is-refused", "model_name" in str(problem), str(problem)[:300])
     # vLLM leaves its host memory behind a failed start.
-    case.left += glob.glob(REGIONS)
+    [path] = glob.glob(REGIONS.format(f"{case.prefix}-*"))
+    os.unlink(path)
 
 
 @case
