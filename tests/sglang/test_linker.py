@@ -1,12 +1,16 @@
 """SGLang's own radix tree, pools and linker wrapper with KvTierLinker, on CPU tensors."""
 
+import os
 import random
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import fakes
 import pytest
 import torch
+from kvrig import torch_cuda
+from kvrig.server import Server, our_command
 from kvrig.waiting import wait_until
 
 fakes.load()
@@ -258,3 +262,15 @@ def test_ranks_share_only_replicated_pages(serve, model, monkeypatch, kind):
     assert (loaded == (1 if kind == "mla" else 2)).all()
     for rank in ranks:
         rank.close()
+
+
+# proves: docs/sglang.md#the-linker
+def test_pages_on_a_gpu(model, tmp_path, monkeypatch):
+    """On the fake driver: registration by torch's IPC handles, copies by the server, behind the forward's stream."""
+    server = Server(our_command(), tmp_path / "server.log", "cuda")
+    server.start()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])))
+    torch_cuda.check("on_gpu", [str(model("a")), server.url], tmp_path)
+    (gpu,) = server.get("/status")[1]["devices"]["cuda"]["gpus"]
+    assert {moved["direction"] for moved in gpu["state"]["moved"] if moved["bytes"]} == {"store", "retrieve"}
+    assert server.stop()[0] == 0 and not server.unexpected_trouble()

@@ -245,6 +245,8 @@ def _succeeded(started: Future[list[Future[bool]]]) -> bool:
 
 
 def _ranks(server_args: Any, params: Any) -> Ranks:
+    if getattr(server_args, "dcp_size", 1) > 1:
+        raise ValueError(f"dcp_size: {server_args.dcp_size}; KvTierLinker serves 1 only")
     rank, size = 0, server_args.tp_size
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         group = params.attn_tp_cache_group or params.tp_cache_group

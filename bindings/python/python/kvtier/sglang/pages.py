@@ -161,7 +161,6 @@ class Pool:
             self._store.options.tenant,
             [pages],
             is_store=is_store,
-            event=NO_EVENT,
             timeout=self._store.options.timeout,
         )
         return future
