@@ -6,8 +6,7 @@ use std::time::Duration;
 use clap::ValueEnum;
 use kvtier_common::error::{Error, Result};
 use kvtier_core::eviction::EvictionKind;
-use tracing_subscriber::EnvFilter;
-use tracing_subscriber::filter::LevelFilter;
+use tracing_subscriber::filter::{LevelFilter, Targets};
 
 /// Most seconds of a flag: a year.
 const YEAR: f64 = 31_536_000.0;
@@ -218,8 +217,12 @@ fn number(text: &str, allowed: &str) -> Result<f64> {
     text.parse().map_err(|_| Error::refused(allowed))
 }
 
-/// Whether this filters log lines as it says. A bare word that is no level would be a target, which silences all others.
+/// Whether this filters log lines as it says. A bare word that is no level would be a target, which silences all others, and a span
+/// or a field none that there is.
 pub(super) fn is_log_filter(text: &str) -> bool {
-    let is_clear = |part: &str| part.contains(['=', '[']) || LevelFilter::from_str(part).is_ok();
-    text.split(',').all(is_clear) && EnvFilter::try_new(text).is_ok()
+    let is_clear = |part: &str| match part.split_once('=') {
+        Some((target, _)) => !target.contains('['),
+        None => LevelFilter::from_str(part).is_ok(),
+    };
+    text.split(',').all(is_clear) && Targets::from_str(text).is_ok()
 }

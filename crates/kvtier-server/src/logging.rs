@@ -16,11 +16,12 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded, unbounded};
 use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::filter::Targets;
 use tracing_subscriber::fmt::FormatFields as _;
 use tracing_subscriber::fmt::format::{DefaultFields, Writer};
 use tracing_subscriber::layer::{self, SubscriberExt as _};
 use tracing_subscriber::util::SubscriberInitExt as _;
-use tracing_subscriber::{EnvFilter, Layer};
+use tracing_subscriber::{Layer, Registry, reload};
 
 use crate::escape::escape;
 use kvtier_common::sync::Mutex;
@@ -69,7 +70,8 @@ fn keep(mut line: LogLine) {
 /// # Errors
 /// The system's, when it gives no thread.
 pub fn init(config: &ServerConfig) -> std::io::Result<Log> {
-    let filter = EnvFilter::try_new(&config.log_level).unwrap_or_else(|_| EnvFilter::new("info"));
+    let filter = config.log_level.parse();
+    let filter = filter.unwrap_or_else(|_| Targets::new().with_default(Level::INFO));
     let (mut lines, log) = start(std::io::stderr(), WAITING, |lost| {
         tracing::warn!(lost, "log lines were lost: stderr is read too slowly");
     })?;
@@ -86,45 +88,34 @@ pub fn init(config: &ServerConfig) -> std::io::Result<Log> {
 }
 
 /// Replaces the filter of the process's logger, if [`init`] has set it.
-type SetFilter = Box<dyn Fn(EnvFilter) + Send + Sync>;
+type SetFilter = Box<dyn Fn(Targets) + Send + Sync>;
 
 static SET_FILTER: OnceLock<SetFilter> = OnceLock::new();
 
 /// Logs by this filter from here on; one that is invalid changes nothing.
 pub fn set_level(level: &str) {
-    if let (Some(set), Ok(filter)) = (SET_FILTER.get(), EnvFilter::try_new(level)) {
+    if let (Some(set), Ok(filter)) = (SET_FILTER.get(), level.parse()) {
         set(filter);
     }
 }
 
 fn subscriber(
     format: LogFormat,
-    filter: EnvFilter,
+    filter: Targets,
     lines: Lines,
 ) -> (Box<dyn Subscriber + Send + Sync>, SetFilter) {
-    let builder = tracing_subscriber::fmt()
-        .with_env_filter(filter)
+    let (filter, handle) = reload::Layer::new(filter);
+    let registry = Registry::default().with(filter);
+    let layer = tracing_subscriber::fmt::layer()
         // Of a line as a whole, once it is escaped.
         .with_ansi(false)
         .with_writer(Arc::new(lines));
-    match format {
-        LogFormat::Json => {
-            let builder = builder.json().with_filter_reloading();
-            let handle = builder.reload_handle();
-            (
-                Box::new(builder.finish()),
-                Box::new(move |filter| drop(handle.reload(filter))),
-            )
-        }
-        LogFormat::Text => {
-            let builder = builder.with_filter_reloading();
-            let handle = builder.reload_handle();
-            (
-                Box::new(builder.finish()),
-                Box::new(move |filter| drop(handle.reload(filter))),
-            )
-        }
-    }
+    let subscriber: Box<dyn Subscriber + Send + Sync> = match format {
+        LogFormat::Json => Box::new(registry.with(layer.json())),
+        LogFormat::Text => Box::new(registry.with(layer)),
+    };
+    let set_filter = move |filter| drop(handle.reload(filter));
+    (subscriber, Box::new(set_filter))
 }
 
 /// The log's thread. Dropping this waits, a second at most, until the lines so far are written.
@@ -318,7 +309,7 @@ mod tests {
         let (mut lines, log) = start(Slow { reader, read }, WAITING, |_| {}).unwrap();
         lines.colored = colored;
         drop(reads);
-        let (subscriber, _) = subscriber(format, EnvFilter::new("info"), lines);
+        let (subscriber, _) = subscriber(format, Targets::new().with_default(Level::INFO), lines);
         tracing::subscriber::with_default(subscriber, || {
             let _span = tracing::info_span!("request", id = %name).entered();
             tracing::warn!(model = %name, salt = name, "refused: {name}");
@@ -358,7 +349,11 @@ mod tests {
     fn latest_warnings_are_kept_and_bounded() {
         let (subscriber, _) = {
             let (lines, _log) = start(std::io::sink(), WAITING, |_| {}).unwrap();
-            subscriber(LogFormat::Json, EnvFilter::new("info"), lines)
+            subscriber(
+                LogFormat::Json,
+                Targets::new().with_default(Level::INFO),
+                lines,
+            )
         };
         tracing::subscriber::with_default(subscriber.with(Warnings), || {
             tracing::info!("not kept");
