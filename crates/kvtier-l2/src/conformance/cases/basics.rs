@@ -141,30 +141,32 @@ pub(super) async fn a_bad_item_fails_alone(context: TestContext) {
     context.load_all(&*adapter, &objects).await;
 }
 
-/// Many objects, and batches far larger than any number of workers.
+/// Many keys in one lookup, and batches far larger than any number of workers.
 pub(super) async fn ten_thousand_keys(context: TestContext) {
     let adapter = context.open().await;
     let objects: Vec<_> = (0..10_000)
         .map(|number| object(number, 64 + number % 7))
         .collect();
-    for batch in objects.chunks(2000) {
+    let stored: Vec<_> = objects.iter().step_by(4).cloned().collect();
+    for batch in stored.chunks(1250) {
         context.store(&*adapter, batch).await;
     }
     let found = context.lookup(&*adapter, &objects).await;
-    assert_eq!(found.iter().flatten().count(), 10_000, "lookup");
-    for batch in objects.chunks(2000) {
+    let there = found.iter().map(Option::is_some);
+    assert!(there.eq((0..10_000).map(|at| at % 4 == 0)), "lookup");
+    for batch in stored.chunks(1250) {
         context.load_all(&*adapter, batch).await;
     }
     if adapter.capabilities().list {
-        assert_eq!(context.list(&*adapter, 1000).await.len(), 10_000, "list");
+        assert_eq!(context.list(&*adapter, 1000).await.len(), 2500, "list");
     }
     if adapter.capabilities().delete {
-        for batch in objects.chunks(2000) {
+        for batch in stored.chunks(1250) {
             let deleted = adapter.delete(keys(batch)).await;
             let mut kept = deleted.iter().filter(|result| **result != Ok(true));
             assert_eq!(kept.next(), None, "delete");
         }
-        let found = context.lookup(&*adapter, &objects).await;
+        let found = context.lookup(&*adapter, &stored).await;
         assert_eq!(found.iter().flatten().count(), 0, "lookup after the delete");
     }
 }
