@@ -7,8 +7,8 @@
   run.py --peer                LMCache's own server instead of ours
   run.py --connector kvtier --package DIR
                                our connector from the package in DIR, with nothing of LMCache in the engine
-  run.py ... --brief           one engine, and of the checks those in which the modes differ; in lmcache_driven another
-                               engine with few blocks, whose requests are preempted and cancelled
+  run.py ... --brief [MODE]    one engine, and of the checks those in which the modes differ; in lmcache_driven another
+                               engine with few blocks, whose requests are preempted and cancelled; in all modes if none is named
   run.py ... --tensor-parallel 2
                                an engine of two workers: stores, hits, a server that dies while they load; the same
                                with --pipeline-parallel 2
@@ -70,7 +70,7 @@ def options():
     parser.add_argument("--mode", action="append", choices=MODES)
     parser.add_argument("--full", action="store_true", help="all checks in every mode")
     parser.add_argument("--quick", action="store_true", help="no mode in full")
-    parser.add_argument("--brief", action="store_true", help="one engine, with hits and a server that dies")
+    parser.add_argument("--brief", nargs="*", choices=MODES, default=(), help="one engine, with hits and a server that dies")
     parser.add_argument("--fresh", action="store_true", help="start each engine as a new process, not by fork")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="workers of a stage")
     parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="N", help="stages of an engine")
@@ -108,6 +108,8 @@ def options():
     workers = chosen.tensor_parallel * chosen.pipeline_parallel
     if chosen.connector == "lmcache" and (chosen.brief or chosen.mla or workers > 1):
         parser.error("--brief, --mla, --tensor-parallel and --pipeline-parallel need --connector kvtier")
+    if chosen.brief == []:
+        chosen.brief = MODES
     if chosen.mla:
         chosen.block_size = 16
     if chosen.restart_under_load:
@@ -190,7 +192,7 @@ def main():
                 MlaCases(chosen, prompts, known, server, report).run_mla()
             elif chosen.tensor_parallel * chosen.pipeline_parallel > 1:
                 cases.run_with_workers()
-            elif chosen.brief:
+            elif mode in chosen.brief:
                 cases.run_brief()
             else:
                 cases.run(quick=chosen.quick or (mode != "lmcache_driven" and not chosen.full))
