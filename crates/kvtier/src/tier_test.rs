@@ -14,6 +14,11 @@ use kvtier_l2::{Adapter, AdapterConfig, BoxFuture, Capabilities};
 use kvtier_l2_process::{ProcessAdapter, ProcessOptions};
 use kvtier_server::escape::escape;
 use serde_json::json;
+use tracing::Level;
+use tracing_subscriber::Layer as _;
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::util::SubscriberInitExt as _;
 
 use crate::out;
 use crate::units::duration;
@@ -215,12 +220,16 @@ fn socket(args: &TierTestArgs, random: u64) -> anyhow::Result<(PathBuf, Option<S
 pub(crate) fn run(args: &TierTestArgs) -> anyhow::Result<ExitCode> {
     let random = RandomState::new().hash_one(0);
     // What a program prints, and how it ends.
-    tracing_subscriber::fmt()
-        // Its connections are no news: most cases make one.
-        .with_env_filter("kvtier_l2_process=info,kvtier_l2_process::link=warn")
+    let lines = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
-        .without_time()
+        .without_time();
+    // Its connections are no news: most cases make one.
+    let filter = Targets::new()
+        .with_target("kvtier_l2_process", Level::INFO)
+        .with_target("kvtier_l2_process::link", Level::WARN);
+    tracing_subscriber::registry()
+        .with(lines.with_filter(filter))
         .init();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
