@@ -33,6 +33,7 @@ def equal(ours, theirs):
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+# proves: docs/sglang.md#the-linker
 @pytest.mark.parametrize("kind", ["mha", "mla", "swa", "mamba"])
 def test_offloaded_pages_are_loaded_after_a_reset(serve, model, engines, kind):
     """Offload, reset, lookup, load, finish: the bytes of pages, windows and states come back, and no others change."""
@@ -52,6 +53,7 @@ def test_offloaded_pages_are_loaded_after_a_reset(serve, model, engines, kind):
     assert all(not buffer[others].any() for buffer in engine.buffers())
 
 
+# proves: docs/sglang.md#the-linker
 def test_salt_adapter_tenant_model_and_type_are_apart(serve, model, engines):
     """Pages of one are found by no other."""
     server, folder = serve(), model("a")
@@ -73,6 +75,7 @@ def test_salt_adapter_tenant_model_and_type_are_apart(serve, model, engines):
     assert first.match(TOKENS)[1] == len(TOKENS)
 
 
+# proves: docs/sglang.md#the-linker
 def test_copies_of_a_model_share(serve, model, engines):
     """The same weights in another folder of the same name: another host."""
     server = serve()
@@ -82,6 +85,7 @@ def test_copies_of_a_model_share(serve, model, engines):
     assert engines(server, model("b"), model_name="served").match(TOKENS)[1] == len(TOKENS)
 
 
+# proves: docs/sglang.md#the-linker
 def test_found_pages_stay_until_their_load_has_ended(serve, model, engines):
     """Other prompts evict all but what a lookup has found; once that is loaded, it can be evicted too."""
     engine = engines(serve(l1_gb=0.001, flags=["--eviction-trigger-watermark", "0.9"]), model("a"))
@@ -106,6 +110,7 @@ def test_found_pages_stay_until_their_load_has_ended(serve, model, engines):
     assert engine.match(TOKENS)[1] == 0
 
 
+# proves: docs/sglang.md#the-linker
 def test_lost_pages_fail_their_load_only(serve, model, engines):
     """Pages that are lost between lookup and load: the request is reported, and the next batch loads."""
     server = serve()
@@ -125,6 +130,7 @@ def test_lost_pages_fail_their_load_only(serve, model, engines):
     assert failed == [] and equal(engine.read(slots), computed)
 
 
+# proves: docs/sglang.md#the-linker
 def test_killed_server_costs_one_load(serve, model, engines):
     """A load fails at once; lookups miss and offloads fail until the server is back, and no call waits."""
     server = serve()
@@ -158,6 +164,7 @@ def is_registered(store):
     return store.client.is_healthy and worker is not None and worker.is_registered
 
 
+# proves: docs/sglang.md#the-linker
 def test_frozen_server_bounds_every_call(serve, model, engines):
     """A lookup ends within its 20 ms, a load and an offload within their timeout; reset and close wait for no more."""
     server = serve()
@@ -180,6 +187,7 @@ def test_frozen_server_bounds_every_call(serve, model, engines):
         assert time.monotonic() - began < 6
 
 
+# proves: docs/sglang.md#the-linker
 def test_server_that_comes_later_is_used(serve, model, engines):
     """An engine that starts without a server registers with the first one."""
     server = serve(begins=False)
@@ -193,6 +201,7 @@ def test_server_that_comes_later_is_used(serve, model, engines):
     assert engine.settle() == (1, 0)
 
 
+# proves: docs/sglang.md#the-linker
 def test_cancelled_load_writes_nothing(serve, model, engines):
     """The slots of a request that is released before its batch stay as they are, and its leases end."""
     server = serve()

@@ -30,13 +30,13 @@ from vllm.v1.kv_offload.tiering.base import JobResult, RequestOffloadingContext,
 from .._native import Future, KvTierError, Prompt
 from ..connecting import DEFAULT_HEARTBEAT, DEFAULT_LOOKUP_TIMEOUT, DEFAULT_TIMEOUT, check_model_name, check_seconds, connect
 from ..limited import RateLimited
+from ..plain import digest, plain
 from ..registration import Registration
 from ..transfer import Group
 from .contents import Contents
 from .fingerprint import fingerprint, unknown_weights, weights_path
 from .logs import use_vllm_log
 from .pages import byte_order
-from .plain import digest, plain
 
 logger = logging.getLogger(__name__)
 
