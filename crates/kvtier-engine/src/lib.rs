@@ -370,10 +370,10 @@ impl Engine {
             Request::Lookup { key, tp_size } => self.lookups.lookup(caller, key, *tp_size),
             Request::QueryPrefetchStatus { job } => self.lookups.result(caller, *job),
             Request::QueryPrefetchLookupHits { job } => self.lookups.hits(caller, *job),
-            // Its further ranges are of earlier lookups, which the next lookup of the request has released.
             Request::CbUnifiedLookup { key, tp_size } => {
                 self.lookups.unified(caller, key, *tp_size)
             }
+            // Its further ranges are of earlier lookups, which the next lookup of the request has released.
             Request::FreeLookupLocks { key, .. } => self.lookups.free(caller, key),
             Request::EndSession { request_id } => self.lookups.end_session(caller, request_id),
 

@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use kvtier_core::cache::{Counted, Lookup};
 use kvtier_core::object_key::KeyScope;
-use kvtier_core::prefetch::Cell;
 use kvtier_core::window::ChunkBitmap;
 use kvtier_core::{ChunkHash, GroupRow};
 use kvtier_proto::response::Response;
 use kvtier_store::l1::L1Allocator;
-use kvtier_store::tiers::{L2, PrefetchRequest};
+use kvtier_store::tiers::{L2, PrefetchRequest, Prefetched};
+use tokio::sync::watch;
 
 use super::super::EngineAnswer;
 use super::super::context::Context;
@@ -52,11 +52,34 @@ impl ObjectFind {
         self.context.metrics.lookup(model, salt, asked, hit, held);
     }
 
-    /// Has the tiers load what L1 lacks, for at most `timeout`, and finds again. What comes later is in L1 for the next request.
+    /// Holds what was found for the request, until its session ends; returns the serial of the lookup. With `pending` the tiers are
+    /// still to be asked.
+    pub(super) fn hold(
+        &self,
+        lookup: Lookup<L1Allocator>,
+        pending: Option<watch::Receiver<()>>,
+    ) -> u64 {
+        let held = HeldLookup {
+            connection: self.connection,
+            prompt: Arc::clone(&self.hashes),
+            hit_chunks: lookup.hit_chunks,
+            loaded: Vec::new(),
+            lease: lookup.lease,
+            readers: 1,
+            until_end: false,
+            at_end: None,
+            created: self.context.now(),
+            scope: self.scope.clone(),
+        };
+        self.held.insert(&self.request_id, held, pending)
+    }
+
+    /// Loads what L1 lacks from the tiers, for at most `timeout`, and finds again. What comes later is in L1 for the next request. If
+    /// the session of the request has ended meanwhile, nothing is held.
     pub(super) async fn in_tiers(
-        self,
+        &self,
         l2: Arc<L2>,
-        before: Lookup<L1Allocator>,
+        before: FoundBefore,
         timeout: Duration,
     ) -> EngineAnswer {
         let request = Arc::new(PrefetchRequest {
@@ -75,41 +98,33 @@ impl ObjectFind {
         let fetched = tokio::time::timeout(timeout, fetch).await;
         let (loaded, _holds) = fetched.map(Result::unwrap_or_default).unwrap_or_default();
         let (found, lookup) = self.in_l1(Some(before.counted));
-        let more = lookup.hit_chunks.saturating_sub(before.hit_chunks);
-        let keys = lookup.lease.held().saturating_sub(before.lease.held());
+        let more = lookup.hit_chunks.saturating_sub(before.hit_objects);
+        let keys = lookup.lease.held().saturating_sub(before.held);
         let (model, salt) = (self.scope.model_name(), self.scope.cache_salt());
         let tokens = (more * self.chunk_size) as u64;
         let metrics = &self.context.metrics;
         metrics.prefetched(model, salt, tokens, keys as u64);
-        self.answer(&found, lookup, loaded)
+        let prefetched = Prefetched { lookup, loaded };
+        self.held
+            .complete(&self.request_id, before.serial, 0, prefetched);
+        self.answer(&found)
     }
 
-    /// Keeps the lease for the request, and returns which objects were found.
-    pub(super) fn answer(
-        self,
-        found: &ChunkBitmap,
-        lookup: Lookup<L1Allocator>,
-        loaded: Vec<Cell>,
-    ) -> EngineAnswer {
+    /// Returns which objects were found: that is the result, for which there is no question.
+    pub(super) fn answer(&self, found: &ChunkBitmap) -> EngineAnswer {
         let mut bits = vec![0; self.hashes.len().div_ceil(8)];
         for position in (0..self.hashes.len()).filter(|position| found.get(*position)) {
             bits[position / 8] |= 1 << (position % 8);
         }
-        let held = HeldLookup {
-            connection: self.connection,
-            prompt: self.hashes,
-            hit_chunks: lookup.hit_chunks,
-            loaded,
-            lease: lookup.lease,
-            readers: 1,
-            until_end: false,
-            at_end: None,
-            created: self.context.now(),
-            scope: self.scope,
-        };
-        self.held.insert(&self.request_id, held, None);
-        // The answer is the result: there is no question for it.
         let _ = self.held.take_outcome(&self.request_id, self.connection);
         EngineAnswer::from(Response::Bits(bits.into()))
     }
+}
+
+/// What a find had from L1 before it asked the tiers.
+pub(super) struct FoundBefore {
+    pub serial: u64,
+    pub counted: Counted,
+    pub hit_objects: usize,
+    pub held: usize,
 }

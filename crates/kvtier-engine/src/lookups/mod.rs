@@ -41,7 +41,7 @@ use super::instances::{Instance, Unserved, gcd, rows};
 use super::sessions;
 use super::{Caller, EngineAnswer, Reply};
 use chunk_sizes::{ChunkSizes, LookupRange};
-use find::ObjectFind;
+use find::{FoundBefore, ObjectFind};
 use held::{HeldLookup, HeldLookups, LookupOutcome};
 pub use recent::{RecentLookup, RecentLookups};
 
@@ -315,18 +315,28 @@ impl Lookups {
         let l2 = self.context.l2.as_ref();
         let l2 = l2.filter(|_| lookup.hit_chunks < find.hashes.len() && !timeout.is_zero());
         let Some(l2) = l2.cloned() else {
-            return reply.answer(find.answer(&found, lookup, Vec::new()));
+            find.hold(lookup, None);
+            return reply.answer(find.answer(&found));
         };
         if !reply.later() {
             return;
         }
+        let (done, pending) = watch::channel(());
+        let (counted, hit_objects) = (lookup.counted, lookup.hit_chunks);
+        let before = FoundBefore {
+            counted,
+            hit_objects,
+            held: lookup.lease.held(),
+            serial: find.hold(lookup, Some(pending)),
+        };
         let handle = l2.handle().clone();
         let mut stopped = self.waits_ended.subscribe();
         handle.spawn(async move {
             tokio::select! {
-                answer = find.in_tiers(l2, lookup, timeout) => reply.answer(answer),
+                answer = find.in_tiers(l2, before, timeout) => reply.answer(answer),
                 _ = stopped.wait_for(|stopped| *stopped) => {}
             }
+            drop(done);
         });
     }
 
@@ -436,9 +446,10 @@ impl Lookups {
         tp_size: i64,
     ) -> EngineAnswer {
         let outcome = || self.held.take_outcome(key.request_id, caller.connection);
+        let mut refused = None;
         let found = match outcome() {
             LookupOutcome::Unknown => {
-                self.lookup(caller, key, tp_size);
+                refused = self.lookup(caller, key, tp_size).refused;
                 outcome()
             }
             known => known,
@@ -449,11 +460,15 @@ impl Lookups {
             LookupOutcome::Hit(chunks) => chunks,
         };
         let tokens = chunks * key.tokens.chunk_size.get();
-        EngineAnswer::from(Response::UnifiedLookup(UnifiedLookup {
+        let answer = UnifiedLookup {
             prefix_coverage_tokens: i64::try_from(tokens).unwrap_or(i64::MAX),
             non_prefix_segments: Vec::new(),
             segmented_prefix_segments: Vec::new(),
-        }))
+        };
+        EngineAnswer {
+            refused,
+            ..EngineAnswer::from(Response::UnifiedLookup(answer))
+        }
     }
 
     /// Result of a lookup without taking it: the next question receives it again.

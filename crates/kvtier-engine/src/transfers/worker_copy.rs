@@ -70,7 +70,8 @@ impl WorkerCopy<'_> {
     /// What a retrieve of its range moves.
     pub(super) fn retrieved(&self) -> TransferVolume {
         let bytes = self.instance.layout.groups.iter().map(|group| {
-            let chunks = needed(group.window, self.range.chunks.end);
+            let window = group.window.filter(|_| !self.key.tokens.is_object_keys);
+            let chunks = needed(window, self.range.chunks.end);
             let chunks = chunks.len().min(self.range.chunks.len()) as u64;
             chunks * group.object_bytes
         });

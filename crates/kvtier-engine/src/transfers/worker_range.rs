@@ -174,6 +174,8 @@ impl WorkerRange {
                 .iter()
                 .find(|group| group.id == id)?
                 .window;
+            // An object that is named by its key is needed whatever the window.
+            let window = window.filter(|_| !key.tokens.is_object_keys);
             let chunks = needed(window, self.chunks.end);
             let chunks = chunks.start.max(self.chunks.start)..self.chunks.end;
             let lease = transfers.context.l1.cache.lease(

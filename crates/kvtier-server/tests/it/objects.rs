@@ -1,13 +1,13 @@
 //! Objects by their keys: found one by one, stored and read without a prompt, apart by tenant, leased until the session ends.
 
-use std::time::Duration;
-
 use kvtier_client::proto::key::OBJECTS_FEATURE;
+use kvtier_client::proto::request::{Request, Seconds};
+use kvtier_client::proto::response::Response;
 use kvtier_client::proto::wire;
 use kvtier_client::{Client, EngineDrivenWorker, Prompt, Scope};
 
 use crate::l2::{fs, settle, with_tiers};
-use crate::support::{CHUNK, PATIENCE, Raw, Steps as _, TestServer, whole};
+use crate::support::{CHUNK, PATIENCE, Raw, Steps as _, TestServer, wait_until, whole};
 
 type ObjectKey = [u8; 32];
 
@@ -70,7 +70,7 @@ fn objects_are_found_one_by_one_and_read_without_a_lookup() {
             .retrieved(&objects(&keys([3, 9])), 0..2, "r")
             .is_none()
     );
-    // A prompt whose hash a key happens to be is a hit of tokens, not of keys.
+    // Another tenant has none of them.
     let stranger = scope.clone().with_salt("t");
     assert_eq!(find(&client, &stranger, &keys([1, 2]), "s"), [false, false]);
     client.end_session("f").join().unwrap();
@@ -120,13 +120,36 @@ fn objects_come_from_tiers_whatever_is_missing_before_them() {
     client.end_session("f").join().unwrap();
     // Without time for a tier the answer is what L1 has.
     let prompt = objects(&keys([39, 7]));
-    let key = scope.scheduler_key(&prompt, 0..prompt.len() as u64, "n");
-    let hurried = client.find(&key, Duration::from_nanos(1)).join();
-    if let Ok(found) = hurried {
-        assert_eq!(found, [true, false]);
-    }
-    client.end_session("n").join().unwrap();
+    let find = Request::Find {
+        key: scope.scheduler_key(&prompt, 0..prompt.len() as u64, "n"),
+        timeout: Seconds::Whole(0),
+    };
+    let answer = worker.connection().call(&find).unwrap();
+    assert_eq!(answer.response().unwrap(), Response::Bits(vec![1].into()));
+    worker.connection().end_session("n").unwrap();
     assert_eq!(server.readings().leased_objects, 0);
+    server.assert_sound();
+}
+
+#[test]
+fn session_that_ends_during_a_find_holds_nothing() {
+    // A tenth of a second for each object.
+    let tier = r#"{"type":"mock","max_size_gb":1,"mock_bandwidth_gb":0.00015}"#;
+    let server = with_tiers(&[tier], &[]);
+    let scope = scope("objects/ended");
+    let (client, mut worker) = given(&server, &scope);
+    put(&mut worker, &keys([1, 2, 3]), 1);
+    settle(&server);
+    server.engine().admin().clear(true);
+    put(&mut worker, &keys([4]), 1);
+    let prompt = objects(&keys([1, 2, 3, 4]));
+    let key = scope.scheduler_key(&prompt, 0..prompt.len() as u64, "f");
+    let found = client.find(&key, PATIENCE);
+    // Read behind the find, and answered before it.
+    client.end_session("f").join().unwrap();
+    assert!(!found.is_ready());
+    assert_eq!(found.join().unwrap(), [true; 4]);
+    wait_until("no leases", || server.readings().leased_objects == 0);
     server.assert_sound();
 }
 

@@ -1,6 +1,6 @@
 //! Workers with sliding windows or recurrent states: they register, and have a cache only where the operator says so.
 
-use kvtier_client::{InstanceId, LmcacheDrivenSpec, LmcacheDrivenWorker, Scope};
+use kvtier_client::{InstanceId, LmcacheDrivenSpec, LmcacheDrivenWorker, Prompt, Scope};
 use serde_json::{Value, json};
 
 use crate::http::{json_of, request};
@@ -168,4 +168,27 @@ fn missing_block_of_a_worker_without_holds_is_refused() {
             .unwrap()
     );
     assert_eq!(server.readings().objects, 0);
+}
+
+#[test]
+fn objects_by_their_keys_are_read_whatever_the_window() {
+    let server = TestServer::start(&[]);
+    let mut spec = spec(1, CHUNK as i64);
+    spec.holds_blocks = true;
+    spec.scope.chunk_tokens = Some(CHUNK as u32);
+    let mut worker = LmcacheDrivenWorker::register(server.connect(), spec).unwrap();
+    fill(&mut worker, 1);
+    let objects = Prompt::of_object_keys(&[[1; 32], [2; 32]], CHUNK);
+    assert!(worker.store(&objects, range(0..2), "s", &BLOCKS).unwrap());
+    let stored: Vec<_> = BLOCKS.chunks(4).map(|chunk| read(&worker, chunk)).collect();
+    fill(&mut worker, 7);
+    assert!(
+        worker
+            .retrieve(&objects, range(0..2), "r", &BLOCKS, 0)
+            .unwrap()
+    );
+    for (chunk, stored) in BLOCKS.chunks(4).zip(stored) {
+        assert!(read(&worker, chunk) == stored, "{chunk:?}");
+    }
+    server.assert_sound();
 }
