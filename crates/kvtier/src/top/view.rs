@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use indicatif::{HumanBytes, HumanCount, HumanDuration};
-use kvtier_observe::api::{Metrics, Rates, Status, TierStatus};
+use kvtier_observe::api::{AgentSessionsStatus, Metrics, Rates, Status, TierStatus};
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 
@@ -91,6 +91,11 @@ impl View {
             return lines;
         };
         lines.push(l1(&sample.status));
+        let AgentSessionsStatus { sessions, chunks } = sample.status.agent_sessions;
+        if sessions > 0 {
+            let text = format!("sessions of agents {sessions}, chunks of their prompts {chunks}");
+            lines.push(Line::raw(text));
+        }
         let Some(rates) = self.rates() else {
             return lines;
         };
@@ -120,9 +125,8 @@ impl View {
             let uptime = uptime.map(|uptime| format!("  up {}", HumanDuration(uptime)));
             spans.extend([version, uptime].into_iter().flatten().map(Span::raw));
             let (workers, sessions) = (workers(status), status.active_sessions.unwrap_or(0));
-            let agents = status.agent_sessions.sessions;
             spans.push(Span::raw(format!(
-                "  workers {workers}, sessions {sessions}, of agents {agents}"
+                "  workers {workers}, sessions {sessions}"
             )));
         }
         if self.is_paused {
@@ -413,7 +417,8 @@ mod tests {
         view.update(Ok(sample(status(), &metrics(101))));
         let shown = text(&view);
         for part in [
-            "kvtier  http://h  healthy, 1 of 1 second tiers failed  0.1.0  up 2 hours  workers 3, sessions 3, of agents 2",
+            "kvtier  http://h  healthy, 1 of 1 second tiers failed  0.1.0  up 2 hours  workers 3, sessions 3",
+            "sessions of agents 2, chunks of their prompts 20\n",
             "L1 [######------------------] 1.00 GiB of 4.00 GiB (25 %), 1,234 objects",
             "hit rate  75.0 % of",
             "lookup",
