@@ -109,8 +109,10 @@ impl AgentSessions {
     }
 
     /// Notes the first `chunks` chunks of a store, if it names a session: they extend its prompt, or replace it if they are another.
+    /// Keys of objects do not chain, so they are no prompt.
     pub fn extend(&self, key: &CacheKey<'_, Prompt>, scope: &KeyScope, chunks: usize) {
-        let Some(name) = session::decode(key.request_configs) else {
+        let name = session::decode(key.request_configs);
+        let Some(name) = name.filter(|_| !key.tokens.is_object_keys) else {
             return;
         };
         let hashes = &key.tokens.hashes[..chunks];

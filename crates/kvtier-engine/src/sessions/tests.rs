@@ -130,6 +130,20 @@ fn oldest_sessions_of_the_tenant_are_forgotten() {
 }
 
 #[test]
+fn keys_of_objects_are_of_no_session() {
+    let sessions = AgentSessions::default();
+    let settings = settings("s");
+    let mut key = key(0..3);
+    key.request_configs = Some(&settings);
+    key.tokens.is_object_keys = true;
+    sessions.extend(&key, &scope(1, 0), 3);
+    assert_eq!(sessions.counts(), (0, 0));
+    key.tokens.is_object_keys = false;
+    sessions.extend(&key, &scope(1, 0), 3);
+    assert_eq!(sessions.counts(), (1, 3));
+}
+
+#[test]
 fn actions_are_repeated_until_the_next_turn() {
     let engine = engine(&[]);
     let sessions = &engine.context.sessions;
