@@ -160,6 +160,43 @@ def test_leases_end_with_the_last_request(place, tiers):
     assert not tier.tier._verdicts and not tier.tier._requests
 
 
+def test_leases_end_with_the_load(place, tiers):
+    """vLLM has what was loaded: a long request leases nothing until its end."""
+    server = place.server()
+    tier = tiers(server)
+    keys, context = keys_of("loaded"), tier.request("a")
+    assert tier.end(tier.submit(keys, range(4), context)) == [True]
+    assert tier.lookup(keys, context) == [HIT] * 4 and sessions(server) == 1
+    assert tier.end(tier.submit(keys, range(4, 8), context, is_load=True)) == [True]
+    wait_until(lambda: sessions(server) == 0, 60, "the end of leases")
+    assert tier.lookup(keys, context) == [HIT] * 4
+
+
+def test_keys_that_two_requests_ask_for_at_once_leave_no_lease(place, tiers):
+    """A reset makes the unsent keys of a request misses, which the next request asks for in the same step."""
+    server = place.server()
+    tier = tiers(server)
+    keys, first, second = keys_of("twice"), tier.request("a"), tier.request("b")
+    tier.tier._generation = b"x"
+    assert tier.end(tier.submit(keys, range(4), first)) == [True]
+    assert [tier.tier.lookup(key, first) for key in keys] == [RETRY] * 4
+    tier.tier.drain_jobs()
+    tier.tier._generation = b"x"
+    assert [tier.tier.lookup(key, second) for key in keys] == [RETRY] * 4
+    assert tier.lookup(keys, second) == [HIT] * 4
+    for context in (first, second):
+        tier.tier.on_request_finished(context)
+    wait_until(lambda: not tier.tier.has_pending_work() or tier.tier.on_schedule_end(None), 60, "the answers")
+    wait_until(lambda: sessions(server) == 0, 60, "the end of leases")
+
+
+def test_hashes_that_can_be_made_are_refused():
+    """Prompts of one hash would share KV."""
+    config = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="xxhash"))
+    with pytest.raises(ValueError, match="prefix_caching_hash_algo: xxhash; the tier needs sha256"):
+        module._identity(config, None, "model")
+
+
 def test_store_without_space_for_all_takes_the_beginning(place, tiers):
     """vLLM names the chunks of a store in any order; a prompt without its first chunk is no hit."""
     # L1 has space for 32 rows, and a quarter of it may be written at once.

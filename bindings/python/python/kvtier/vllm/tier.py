@@ -60,7 +60,7 @@ _METRICS = {
     "vllm:kv_offload_kvtier_finds": "Lookups sent to the kvtier server, each with the new keys of a request and step",
     "vllm:kv_offload_kvtier_failed_finds": "Lookups that failed or were not answered in time; their keys were misses",
     "vllm:kv_offload_kvtier_find_seconds": "Seconds from sending lookups to the use of their answers",
-    _SKIPPED: "Keys that were misses since the kvtier server was away",
+    _SKIPPED: "Lookups that were misses since the kvtier server was away, each for a key, request and step",
     "vllm:kv_offload_kvtier_stored_keys": "Keys of stores that the kvtier server took; it has the others, or no space",
 }
 
@@ -102,7 +102,14 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
 
 
 def _identity(vllm_config: Any, kv_cache_config: Any, model_name: str) -> str:
-    """Returns the model's name with digests of what KV and its byte order depend on; ``model_name`` replaces name and first digest."""
+    """Returns the model's name with digests of what KV and its byte order depend on; ``model_name`` replaces name and first digest.
+
+    Raises:
+        ValueError: prompts can be made whose hashes are those of others.
+    """
+    algorithm = getattr(vllm_config.cache_config, "prefix_caching_hash_algo", "sha256")
+    if not algorithm.startswith("sha256"):
+        raise ValueError(f"prefix_caching_hash_algo: {algorithm}; the tier needs sha256 or sha256_cbor, whose hashes no two prompts share")
     if not model_name:
         model_name = f"{weights_path(vllm_config.model_config)}#{fingerprint(vllm_config)}"
         if reason := unknown_weights(vllm_config):
@@ -314,6 +321,8 @@ class KvTier(SecondaryTierManager):
     def _send(self, keys: Iterable[bytes], verdicts: list[_Verdict], facts: Facts) -> None:
         find = _Find(f"tier-{self._instance:x}-{next(self._numbers)}", verdicts, users=len(verdicts))
         for verdict in verdicts:
+            # Two requests may ask for a key at once.
+            self._leave(verdict)
             verdict.find = find
         self._counts["vllm:kv_offload_kvtier_finds"] += 1
         try:
@@ -463,7 +472,12 @@ class KvTier(SecondaryTierManager):
             self._warnings.warning(kind, "a %s of %d chunks failed: %s", kind, len(keys), error)
             if job.is_promotion:
                 self._mark_missing(keys)
-        elif not job.is_promotion:
+        elif job.is_promotion:
+            # vLLM has the chunks: nothing relies on the server's any more.
+            for key in keys:
+                if (verdict := self._verdicts.get(key)) is not None:
+                    self._leave(verdict)
+        else:
             taken = keys if positions is None else [keys[position] for position in positions]
             self._counts["vllm:kv_offload_kvtier_stored_keys"] += len(taken)
             if taken and self._events is not None:
