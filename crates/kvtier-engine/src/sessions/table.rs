@@ -2,6 +2,7 @@
 //!
 //! The mutex guards it; nothing is taken inside.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -30,6 +31,9 @@ const ROUNDS: u8 = 10;
 
 /// Actions of a round.
 const PER_ROUND: usize = 1024;
+
+/// Sessions that the actions of a round are compared with: enough for one action of each tenant.
+pub(super) const COMPARISONS: usize = 8 * MAX_SESSIONS.all;
 
 pub(super) struct Bounds {
     pub(super) all: usize,
@@ -92,7 +96,7 @@ impl AgentSessions {
         scope: &KeyScope,
         hashes: &Arc<[ChunkHash]>,
     ) -> Option<AtEnd> {
-        let name = session::decode(key.request_configs)?;
+        let name = name(key)?;
         if !hashes.is_empty() {
             let prompt = SessionPrompt {
                 scope: scope.of_all_workers(),
@@ -111,29 +115,24 @@ impl AgentSessions {
     /// Notes the first `chunks` chunks of a store, if it names a session: they extend its prompt, or replace it if they are another.
     /// Keys of objects do not chain, so they are no prompt.
     pub fn extend(&self, key: &CacheKey<'_, Prompt>, scope: &KeyScope, chunks: usize) {
-        let name = session::decode(key.request_configs);
-        let Some(name) = name.filter(|_| !key.tokens.is_object_keys) else {
+        let Some(name) = name(key) else {
             return;
         };
         let hashes = &key.tokens.hashes[..chunks];
-        let mut table = self.0.lock();
-        let known = table.session(scope.cache_salt(), name);
-        let known = known.filter(|known| is_same_scope(&known.prompt.scope, scope));
-        let mut action = None;
-        if let Some(known) = known {
-            match common(&known.prompt.hashes, hashes) {
-                shared if shared == hashes.len() => return,
-                shared if shared == known.prompt.hashes.len() => action = known.action,
-                _ => {}
-            }
+        if self.0.lock().extension(scope, name, hashes).is_none() {
+            return;
         }
+        // Megabytes of a long prompt, which are copied without the lock.
         let prompt = SessionPrompt {
             scope: scope.of_all_workers(),
             chunk_size: key.tokens.chunk_size,
             hashes: hashes.into(),
             tail: 0,
         };
-        table.insert(name, prompt, action);
+        let mut table = self.0.lock();
+        if let Some(action) = table.extension(scope, name, hashes) {
+            table.insert(name, prompt, action);
+        }
     }
 
     /// The last prompt of a session, which is about to be loaded: no action is repeated any more.
@@ -156,6 +155,24 @@ impl SessionTable {
     fn session(&mut self, salt: &str, name: &str) -> Option<&mut AgentSession> {
         let tenant = self.tenants.get_mut(salt)?;
         tenant.by_turn.get_mut(tenant.by_name.get(name)?)
+    }
+
+    /// What goes on being done to a session whose store has these chunks; `None` if its last prompt has them all.
+    fn extension(
+        &mut self,
+        scope: &KeyScope,
+        name: &str,
+        hashes: &[ChunkHash],
+    ) -> Option<Option<SessionAction>> {
+        let known = self.session(scope.cache_salt(), name);
+        let Some(known) = known.filter(|known| is_same_scope(&known.prompt.scope, scope)) else {
+            return Some(None);
+        };
+        match common(&known.prompt.hashes, hashes) {
+            shared if shared == hashes.len() => None,
+            shared if shared == known.prompt.hashes.len() => Some(known.action),
+            _ => Some(None),
+        }
     }
 
     /// Makes this the last prompt of a session, and forgets the oldest ones for it.
@@ -221,16 +238,32 @@ impl SessionTable {
         self.tenants.get(salt)?.by_name.get(name).copied()
     }
 
-    /// The turns whose actions are to be done in this round.
+    /// The turns whose actions are to be done in this round: of each tenant in turn the one that was done least often.
     pub(super) fn due(&mut self) -> Vec<(Arc<str>, u64)> {
-        let mut due = Vec::new();
-        for (salt, tenant) in &mut self.tenants {
-            let sessions = tenant.by_turn.iter_mut();
-            let sessions =
-                sessions.filter(|(_, session)| session.action.is_some() && session.rounds > 0);
-            for (turn, session) in sessions.take(PER_ROUND - due.len()) {
+        let mut all = Vec::new();
+        for (salt, tenant) in &self.tenants {
+            let sessions = tenant.by_turn.iter();
+            let sessions = sessions.filter(|(_, it)| it.action.is_some() && it.rounds > 0);
+            let mut own: Vec<_> = sessions
+                .map(|(turn, session)| (Reverse(session.rounds), *turn))
+                .collect();
+            own.sort_unstable();
+            let own = own.into_iter().enumerate();
+            all.extend(own.map(|(rank, (rounds, turn))| (rank, rounds, turn, Arc::clone(salt))));
+        }
+        all.sort_unstable();
+        let (mut due, mut comparisons) = (Vec::new(), 0);
+        for (_, _, turn, salt) in all.into_iter().take(PER_ROUND) {
+            let Some(tenant) = self.tenants.get_mut(&salt) else {
+                continue;
+            };
+            comparisons += tenant.by_turn.len();
+            if comparisons > COMPARISONS {
+                break;
+            }
+            if let Some(session) = tenant.by_turn.get_mut(&turn) {
                 session.rounds -= 1;
-                due.push((Arc::clone(salt), *turn));
+                due.push((salt, turn));
             }
         }
         due
@@ -257,6 +290,12 @@ impl SessionTable {
             session.rounds = 0;
         }
     }
+}
+
+/// The session that a key names. Object keys do not chain, so they are no prompt of one.
+fn name<'a>(key: &CacheKey<'a, Prompt>) -> Option<&'a str> {
+    let settings = key.request_configs.filter(|_| !key.tokens.is_object_keys);
+    session::decode(settings)
 }
 
 fn is_same_scope(one: &KeyScope, other: &KeyScope) -> bool {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use kvtier_core::ChunkHash;
 use kvtier_core::object_key::KeyScope;
 
-use super::table::{AgentSessions, MAX_CHUNKS, MAX_SESSIONS};
+use super::table::{AgentSessions, COMPARISONS, MAX_CHUNKS, MAX_SESSIONS};
 use super::*;
 use crate::testing::{engine, key};
 
@@ -168,4 +168,43 @@ fn actions_are_repeated_until_the_next_turn() {
     drop(table);
     begin(sessions, "s", &scope, &prompt);
     assert_eq!(sessions.0.lock().due().len(), 0);
+}
+
+#[test]
+fn tenants_take_turns_within_the_comparisons_of_a_round() {
+    let sessions = AgentSessions::default();
+    let prompt = chained(&[1]);
+    let all = (0..MAX_SESSIONS.tenant).map(|number| (1, format!("s{number}")));
+    for (tenant, name) in all.chain((2..10).map(|tenant| (tenant, "quiet".into()))) {
+        begin(&sessions, &name, &scope(tenant, 0), &prompt);
+        let mut table = sessions.0.lock();
+        table.begin(&format!("t{tenant}"), &name, SessionAction::Release);
+    }
+    let per_round = (COMPARISONS - 8) / MAX_SESSIONS.tenant;
+    let mut done = BTreeMap::new();
+    for round in 1..=10 {
+        let due = sessions.0.lock().due();
+        let of_others = due.iter().filter(|(salt, _)| &**salt != "t1").count();
+        assert_eq!((due.len(), of_others), (per_round + 8, 8), "round {round}");
+        for turn in due {
+            *done.entry(turn).or_insert(0) += 1;
+        }
+    }
+    // What was not its turn yet has lost no round.
+    let counts = done.iter().filter(|((salt, _), _)| &**salt == "t1");
+    assert!(counts.clone().all(|(_, count)| *count == 1));
+    assert_eq!(counts.count(), 10 * per_round);
+}
+
+#[test]
+fn object_keys_are_no_prompt_of_a_session() {
+    let sessions = AgentSessions::default();
+    let (scope, settings) = (scope(1, 0), settings("s"));
+    let mut key = key(0..3);
+    key.request_configs = Some(&settings);
+    key.tokens.is_object_keys = true;
+    let hashes = key.tokens.hashes.as_slice().into();
+    assert!(sessions.begin(&key, &scope, &hashes).is_none());
+    sessions.extend(&key, &scope, 3);
+    assert_eq!(sessions.counts(), (0, 0));
 }
