@@ -120,11 +120,13 @@ def test_bad_and_unknown_sessions_are_refused(serve, engines):
     for session, action, status, text in [
         ("", "release", 400, 'session: ""; allowed: 1 to 256 bytes'),
         ("x" * 257, "release", 400, f'session: "{"x" * 127}...; allowed: 1 to 256 bytes'),
-        ("other", "release", 404, 'session: "other" of this tenant is not remembered; allowed: a name that a request had since the start'),
+        ("other", "release", 404, 'session: "other" is not remembered of the tenant that cache_salt names; allowed: a name that a request of it had lately, since the start'),
         ("agent", "forget", 422, 'action: "forget"; allowed: release, demote, prefetch'),
         ("agent", "demote", 503, "no L2 adapters configured"),
         ("agent", "prefetch", 503, "no L2 adapters configured"),
     ]:
         assert act(server, session, action) == (status, {"detail": text})
     assert act(server, "agent", "release", cache_salt="alice")[0] == 404
+    # Not the session of the default tenant.
+    assert act(server, "agent", "release", salt="alice")[0] == 422
     assert act(server, "agent", "release")[0] == 200

@@ -84,6 +84,11 @@ impl Client {
         block_tokens: Option<u64>,
         chunk_tokens: Option<u64>,
     ) -> PyResult<Self> {
+        if let (None, Some(chunk_tokens)) = (block_tokens, chunk_tokens) {
+            return Err(PyValueError::new_err(format!(
+                "chunk_tokens: {chunk_tokens}; block_tokens is needed too"
+            )));
+        }
         let settings = Settings {
             timeout: positive("timeout", timeout)?,
             heartbeat: positive("heartbeat", heartbeat)?.max(Duration::from_millis(1)),
@@ -291,7 +296,11 @@ impl Client {
         check_salt(&cache_salt)
             .map_err(|error| PyValueError::new_err(format!("cache_salt: {error}")))?;
         let timeout = timeout.map_or_else(|| self.native.timeout(), seconds);
-        let scope = self.scope(model_name, world_size, 1, cache_salt);
+        let object_tokens = prompt.object_tokens().ok_or_else(|| {
+            PyValueError::new_err("prompt: it has tokens; Prompt.from_keys is needed")
+        })?;
+        let mut scope = self.scope(model_name, world_size, 1, cache_salt);
+        scope.chunk_tokens = Some(object_tokens);
         let (prompt, range) = (prompt.encoded(), 0..prompt.encoded().len() as u64);
         let key = match worker_id {
             Some(worker) => scope.worker_key(worker, prompt, range, request_id),

@@ -30,6 +30,8 @@ pub fn first_previous() -> [u8; 32] {
 pub struct Prompt {
     /// None for objects by their keys.
     tokens: Option<Vec<u32>>,
+    /// Tokens that each object stands for; none for tokens.
+    object_tokens: Option<u32>,
     encoded: Encoded,
 }
 
@@ -38,8 +40,13 @@ impl Prompt {
         let encoded = Encoded::new(&tokens);
         Self {
             tokens: Some(tokens),
+            object_tokens: None,
             encoded,
         }
+    }
+
+    pub fn object_tokens(&self) -> Option<u32> {
+        self.object_tokens
     }
 
     fn tokens(&self) -> PyResult<&[u32]> {
@@ -98,7 +105,12 @@ impl Prompt {
     }
 
     #[staticmethod]
-    fn from_keys(keys: Vec<Vec<u8>>, chunk_tokens: NonZeroUsize) -> PyResult<Self> {
+    fn from_keys(keys: Vec<Vec<u8>>, chunk_tokens: u32) -> PyResult<Self> {
+        if chunk_tokens == 0 {
+            return Err(PyValueError::new_err(
+                "chunk_tokens: 0; a positive number is needed",
+            ));
+        }
         let object_key = |(position, key): (usize, Vec<u8>)| {
             <[u8; OBJECT_KEY_BYTES]>::try_from(key).map_err(|key| {
                 PyValueError::new_err(format!(
@@ -111,7 +123,8 @@ impl Prompt {
         let keys = keys.collect::<PyResult<Vec<_>>>()?;
         Ok(Self {
             tokens: None,
-            encoded: Encoded::of_object_keys(&keys, chunk_tokens.get()),
+            object_tokens: Some(chunk_tokens),
+            encoded: Encoded::of_object_keys(&keys, chunk_tokens as usize),
         })
     }
 
@@ -167,6 +180,7 @@ impl Prompt {
     fn extended(&self, more: &Self) -> PyResult<Self> {
         Ok(Self {
             tokens: Some([self.tokens()?, more.tokens()?].concat()),
+            object_tokens: None,
             encoded: self.encoded.extended(&more.encoded),
         })
     }

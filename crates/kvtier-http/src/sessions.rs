@@ -15,6 +15,7 @@ use super::{ApiError, ApiState, DetailBody, detail, engine, prefetches, run_bloc
 
 /// What an orchestrator asks for a session.
 #[derive(Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
 struct SessionRequest {
     /// Name of the session, as `kvtier.session` of its requests.
     session: String,

@@ -71,7 +71,7 @@ pub enum PrefetchError {
     NoTiers,
     /// No request named the session, or it is forgotten by now.
     #[error(
-        "session: {0:?} of this tenant is not remembered; allowed: a name that a request had since the start"
+        "session: {0:?} is not remembered of the tenant that cache_salt names; allowed: a name that a request of it had lately, since the start"
     )]
     UnknownSession(String),
     /// Names that no object can have.
