@@ -85,7 +85,7 @@ pub(super) async fn match_prefix(
 
 /// Parses a prompt whose ids are a list of small integers, in a third of the time that serde takes; `None` for any other body.
 fn with_list(bytes: &[u8]) -> Option<ExplainRequest> {
-    // No string can have it, as the quote before the colon ends one.
+    // Nothing else has it but a key with a quote inside, and such a key is unknown to serde.
     const NAME: &[u8] = br#""token_ids":"#;
     let start = bytes.windows(NAME.len()).position(|it| it == NAME)? + NAME.len();
     let start = start + usize::from(bytes.get(start) == Some(&b' '));
@@ -170,6 +170,8 @@ mod tests {
             r#"{"token_ids":[1],"token_ids":[2],"model_name":"m"}"#,
             r#"{"model_name":"m","x":{"token_ids":[1]}}"#,
             r#"{"model_name":"token_ids":[1]}"#,
+            r#"{"model_name":"m","a\"token_ids":[1]}"#,
+            r#"{"model_name":"m","a\"token_ids\":[1]":1}"#,
             r#"{"token_ids":[1]}"#,
         ] {
             assert_eq!(with_list(body.as_bytes()), None, "{body}");
