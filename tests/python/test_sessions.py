@@ -49,7 +49,7 @@ def test_session_of_a_request_is_read(caplog):
         assert "allowed are printable names of at most 256 bytes; the request is of no session" in caplog.messages[0]
     caplog.clear()
     assert of({"kvtier.session_action": "prefetch"}) == (None, None)
-    assert "allowed are release and demote; the request does nothing to its session" in caplog.messages[0]
+    assert "allowed are release and demote, prefetch by HTTP alone; the request does nothing to its session" in caplog.messages[0]
 
 
 # proves: docs/vllm.md#sessions-of-agents

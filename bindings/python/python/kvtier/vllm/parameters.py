@@ -156,7 +156,7 @@ PARAMETERS = {
     STORED_TOKENS: Parameter("awaited", _COUNT, _count),
     "kvtier.keep_seconds": Parameter("keep_seconds", f"whole numbers from 0 to {_MAX_KEEP_SECONDS}", _seconds),
     "kvtier.session": Parameter("session", f"printable names of at most {_MAX_SESSION} bytes", _session),
-    "kvtier.session_action": Parameter("session_action", "release and demote", _action),
+    "kvtier.session_action": Parameter("session_action", "release and demote, prefetch by HTTP alone", _action),
     "kvtier.peer": Parameter("peer", f"host names and addresses of at most {_MAX_HOST} characters", _host),
     "remote_kv_source": Parameter("peer", "objects with such a remote_host", _source),
     "lmcache.skip_save": Parameter("store", _SWITCH, _prohibition),
