@@ -21,6 +21,9 @@ pub const KV_EVENTS_FEATURE: &str = "kv_event_stream";
 /// Chunks of tiers that a subscriber knows at a time. Beyond it any is announced as removed.
 const MAX_TIER_CHUNKS: usize = 1 << 18;
 
+/// Lost objects of a tier behind which the next event waits for other work: the thread that reads them serves requests.
+const MAX_REMOVALS: usize = 1024;
+
 /// What the stream needs beside the log.
 pub struct KvEventSource {
     /// Whether there is a log.
@@ -49,6 +52,8 @@ pub struct TierChunks {
     model_name: Box<str>,
     /// For each tier.
     cursors: Vec<u64>,
+    /// Whether a tier may have lost more already: no wake-up follows.
+    is_behind: bool,
     rows: BTreeMap<ChunkHash, Rows>,
     /// News for the next batch, in this order.
     stored: Vec<ChunkHash>,
@@ -63,6 +68,7 @@ impl TierChunks {
         Self {
             model_name: model_name.into(),
             cursors: cursors.collect(),
+            is_behind: false,
             rows: BTreeMap::new(),
             stored: Vec::new(),
             removed: Vec::new(),
@@ -74,7 +80,12 @@ impl TierChunks {
         !self.stored.is_empty() || !self.removed.is_empty()
     }
 
-    /// Follows the events of L1 that the subscriber receives, and the tiers. If events of these are lost, all are.
+    /// Whether the tiers are to be followed on, after other work.
+    pub fn is_behind(&self) -> bool {
+        self.is_behind
+    }
+
+    /// Follows the events of L1 that the subscriber receives, and the tiers for some events. If events of these are lost, all are.
     fn follow(&mut self, l2: &L2, read: &mut Events) {
         self.stored.clear();
         self.removed.clear();
@@ -90,18 +101,21 @@ impl TierChunks {
                 }
             }
         }
+        self.is_behind = false;
         for (number, tier) in l2.tiers().iter().enumerate() {
-            loop {
+            let mut lost = Vec::new();
+            while lost.len() < MAX_REMOVALS {
                 // Only after an empty reading the next removal wakes.
                 let removals = tier.removals(&self.model_name, self.cursors[number]);
                 self.cursors[number] = removals.next_cursor;
                 read.lost |= removals.lost;
-                if removals.events.is_empty() {
+                let Some(event) = removals.events.first() else {
                     break;
-                }
-                let removed = removals.events.iter().flat_map(|event| &event.hashes);
-                removed.for_each(|hash| self.remove(l2, hash));
+                };
+                lost.extend_from_slice(&event.hashes);
             }
+            self.is_behind |= lost.len() >= MAX_REMOVALS;
+            self.remove(l2, &lost);
         }
         while self.rows.len() > MAX_TIER_CHUNKS {
             let first = self.rows.pop_first();
@@ -113,13 +127,20 @@ impl TierChunks {
         }
     }
 
-    /// Removes a chunk that a tier has lost an object of, unless another tier has this.
-    fn remove(&mut self, l2: &L2, hash: &ChunkHash) {
-        if let Some(rows) = self.rows.get(hash)
-            && !in_tiers(l2, rows, &[*hash])[0]
-        {
-            self.rows.remove(hash);
-            self.removed.push(*hash);
+    /// Removes chunks that a tier has lost objects of, unless another tier has these.
+    fn remove(&mut self, l2: &L2, lost: &[ChunkHash]) {
+        let known = lost.iter().filter_map(|hash| self.rows.get_key_value(hash));
+        let known: Vec<_> = known
+            .map(|(hash, rows)| (*hash, Rows::clone(rows)))
+            .collect();
+        for run in known.chunk_by(|(_, one), (_, other)| one == other) {
+            let hashes: Vec<_> = run.iter().map(|(hash, _)| *hash).collect();
+            let found = hashes.iter().zip(in_tiers(l2, &run[0].1, &hashes));
+            for (hash, _) in found.filter(|(_, is_found)| !is_found) {
+                // Each of its objects is an event.
+                let removed = self.rows.remove_entry(hash);
+                self.removed.extend(removed.map(|(hash, _)| hash));
+            }
         }
     }
 
@@ -261,5 +282,73 @@ impl super::Context {
             unbound_stores: 0,
             subscribers: self.kv_events.subscribers.load(Ordering::Relaxed),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use kvtier_core::GroupRow;
+    use kvtier_core::object_key::{KeyScope, ObjectKey};
+    use kvtier_l2::{Buffer, ObjectSpec, StoreItem};
+    use kvtier_memory::Extent;
+
+    use super::*;
+    use crate::testing::engine;
+
+    #[test]
+    fn removals_of_a_tier_are_followed_some_at_a_time() {
+        const LEN: u64 = 4096;
+        let mock = r#"{"type":"mock","max_size_gb":2,"mock_bandwidth_gb":1000}"#;
+        let engine = engine(&["--l2-adapter", mock]);
+        let l2 = engine.context.l2.as_ref().unwrap();
+        let scope = KeyScope::new("model", "", 1, None).unwrap();
+        let row = GroupRow {
+            namespace: scope.namespace(1, 0, 0),
+            window: None,
+            object_bytes: LEN,
+        };
+        let hashes = (0..2 * MAX_REMOVALS as u32 + 1).map(|number| {
+            let mut hash = [0; 32];
+            hash[..4].copy_from_slice(&number.to_be_bytes());
+            ChunkHash(hash)
+        });
+        let keys: Vec<_> = hashes
+            .map(|hash| ObjectKey::of(&row.namespace, hash))
+            .collect();
+        let items = keys.iter().map(|key| StoreItem {
+            object: ObjectSpec {
+                key: key.clone(),
+                len: LEN,
+                layout: row.namespace.layout(),
+            },
+            from: Buffer::new(
+                Arc::clone(&engine.context.l1.arena),
+                Extent {
+                    offset: 0,
+                    len: LEN,
+                },
+                Arc::new(()),
+            ),
+        });
+        let tier = &l2.tiers()[0];
+        let stored = l2.handle().block_on(tier.store(items.collect()));
+        assert!(stored.iter().all(Result::is_ok));
+        let mut known = engine.tier_chunks("model").unwrap();
+        let rows = Rows::from([row]);
+        known.rows = keys
+            .iter()
+            .map(|key| (key.chunk_hash(), Rows::clone(&rows)))
+            .collect();
+        l2.handle().block_on(tier.delete(keys, false));
+        for (removed, is_behind) in [(MAX_REMOVALS, true), (MAX_REMOVALS, true), (1, false)] {
+            engine.follow_tiers(&mut known, &mut Events::default());
+            assert_eq!(
+                (known.removed.len(), known.is_behind()),
+                (removed, is_behind)
+            );
+        }
+        assert!(known.rows.is_empty());
     }
 }

@@ -624,8 +624,8 @@ impl<A: ExtentAllocator> Cache<A> {
         Some(read)
     }
 
-    /// The objects of a model that were removed or evicted behind `cursor`, like [`Cache::events`]. They are logged from the first call on.
-    /// For a cache without a log of chunks.
+    /// The next event of objects of a model that were removed or evicted behind `cursor`, like [`Cache::events`]. They are logged from
+    /// the first call on. For a cache without a log of chunks.
     pub fn removals(&self, model_name: &str, cursor: u64) -> Events {
         let mut read = Events {
             next_cursor: cursor,
@@ -634,7 +634,7 @@ impl<A: ExtentAllocator> Cache<A> {
         while self.locked(|state| {
             let log = || Box::new(EventLog::of_objects());
             let log = state.events.get_or_insert_with(log);
-            log.read(&mut read, model_name, usize::MAX)
+            log.read(&mut read, model_name, 1)
         }) {}
         read
     }

@@ -700,7 +700,7 @@ impl Tier {
         self.index.contains(namespace, hashes)
     }
 
-    /// The objects of a model that the index has lost behind `cursor`, from the first call on: [`Cache::removals`].
+    /// The next objects of a model that the index has lost behind `cursor`, from the first call on: [`Cache::removals`].
     pub fn removals(&self, model_name: &str, cursor: u64) -> Events {
         self.index.removals(model_name, cursor)
     }

@@ -79,7 +79,7 @@ impl Stream {
     }
 
     /// Adds the batches that it may have, as far as there is something to tell. Returns whether it goes on.
-    fn advance(&mut self, engine: &Engine, messages: &mut Vec<Outgoing>) -> bool {
+    fn advance(&mut self, engine: &Engine, news: &News, messages: &mut Vec<Outgoing>) -> bool {
         while self.credits > 0 && !self.peer.replies.is_full() {
             let mut read = engine.kv_events(&self.model_name, self.cursor, self.max_events);
             let mut has_news = false;
@@ -93,6 +93,9 @@ impl Stream {
                 Some(read) => {
                     self.cursor = read.next_cursor;
                     if !self.is_first && !read.lost && read.events.is_empty() && !has_news {
+                        if self.tiers.as_ref().is_some_and(TierChunks::is_behind) {
+                            news.announce();
+                        }
                         break;
                     }
                 }
@@ -116,28 +119,44 @@ impl Stream {
     }
 }
 
+/// Whether there are events that a stream waits for.
+#[derive(Clone)]
+struct News {
+    is_there: Arc<AtomicBool>,
+    outbox: Outbox,
+}
+
+impl News {
+    /// Wakes the front's thread for them, after what it does now.
+    fn announce(&self) {
+        self.is_there.store(true, Ordering::Release);
+        self.outbox.wake();
+    }
+}
+
 /// All open streams.
 pub struct Streams {
     server: Arc<RequestServer>,
     /// By the worker that subscribes: it has one, the latest.
     open: HashMap<InstanceId, Stream>,
-    /// Whether there are events that a stream waits for.
-    has_news: Arc<AtomicBool>,
+    news: News,
 }
 
 impl Streams {
     /// None yet. News wakes the thread of `outbox`.
     pub fn new(server: Arc<RequestServer>, outbox: Outbox) -> Self {
-        let has_news = Arc::<AtomicBool>::default();
-        let news = Arc::clone(&has_news);
-        server.engine.wake_by_kv_events(move || {
-            news.store(true, Ordering::Release);
-            outbox.wake();
-        });
+        let news = News {
+            is_there: Arc::default(),
+            outbox,
+        };
+        let announced = news.clone();
+        server
+            .engine
+            .wake_by_kv_events(move || announced.announce());
         Self {
             server,
             open: HashMap::new(),
-            has_news,
+            news,
         }
     }
 
@@ -163,7 +182,7 @@ impl Streams {
             messages.push(stream.end());
             return messages;
         }
-        stream.advance(&self.server.engine, &mut messages);
+        stream.advance(&self.server.engine, &self.news, &mut messages);
         self.open.insert(instance, stream);
         self.count();
         messages
@@ -184,7 +203,7 @@ impl Streams {
             StreamControl::Cancel => false,
             StreamControl::Ack => {
                 stream.credits = 2.min(stream.credits + 1);
-                stream.advance(&self.server.engine, &mut messages)
+                stream.advance(&self.server.engine, &self.news, &mut messages)
             }
         };
         if !goes_on {
@@ -196,13 +215,14 @@ impl Streams {
 
     /// The batches of streams that waited for events, if there are some.
     pub fn news(&mut self) -> Vec<Outgoing> {
-        if !self.has_news.load(Ordering::Relaxed) || !self.has_news.swap(false, Ordering::Acquire) {
+        let is_there = &self.news.is_there;
+        if !is_there.load(Ordering::Relaxed) || !is_there.swap(false, Ordering::Acquire) {
             return Vec::new();
         }
         self.prune();
         let mut messages = Vec::new();
         for stream in self.open.values_mut() {
-            stream.advance(&self.server.engine, &mut messages);
+            stream.advance(&self.server.engine, &self.news, &mut messages);
         }
         messages
     }

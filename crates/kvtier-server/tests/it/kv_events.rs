@@ -311,6 +311,48 @@ fn clients_of_kvtier_know_what_tiers_have_and_others_hear_nothing_of_it() {
 }
 
 #[test]
+fn removals_without_news_are_read_on_without_another_event() {
+    let directory = tempfile::tempdir().unwrap();
+    let server = with_tiers(&[&fs(directory.path())], &[]);
+    let client = server.raw();
+    subscribe(&client, 1, 1, MODEL, i64::MAX - 1, 1024);
+    let mut worker = server.engine_driven(1, &Scope::new(MODEL));
+    let mut known = BTreeSet::new();
+    let list = || {
+        let listed = json_of(&server, "GET", "/cache/objects?page_size=5000", "").1;
+        let keys = listed["entries"].as_array().unwrap().iter();
+        keys.map(|entry| entry["key"].clone()).collect::<Vec<_>>()
+    };
+    worker.stored(&prompt(1, 1), 0..1, 1);
+    settle(&server);
+    let last = list();
+    server.engine().admin().clear(true);
+    let is_moved = |known: &BTreeSet<Vec<u8>>| {
+        known.len() == 1 && known.iter().all(|it| it.starts_with(b"STORAGE"))
+    };
+    catch_up(&client, 1, &mut known, is_moved);
+    worker.stored(&prompt(2, 1100), 0..1100, 2);
+    settle(&server);
+    catch_up(&client, 1, &mut known, |known| known.len() == 1101);
+    // A batch that is not acknowledged: the removals are read together.
+    worker.stored(&prompt(3, 1), 0..1, 3);
+    assert_eq!(batch(&client.receive()).events.len(), 1);
+    let mut keys = list();
+    keys.retain(|key| !last.contains(key));
+    for keys in [keys, last] {
+        let body = serde_json::json!({ "keys": keys, "tier": "l2", "force": true });
+        json_of(&server, "DELETE", "/cache/objects", &body.to_string());
+    }
+    say(&client, 1, "ack");
+    let frames = client.receive();
+    let [event] = &batch(&frames).events[..] else {
+        panic!("not one event");
+    };
+    assert_eq!((&*event.kind, &*event.medium), ("removed", "STORAGE"));
+    server.assert_sound();
+}
+
+#[test]
 fn chunks_of_the_server_before_are_announced_when_they_are_stored_again() {
     let directory = tempfile::tempdir().unwrap();
     let state = directory.path().to_str().unwrap();
