@@ -113,7 +113,6 @@ impl AgentSessions {
     }
 
     /// Notes the first `chunks` chunks of a store, if it names a session: they extend its prompt, or replace it if they are another.
-    /// Keys of objects do not chain, so they are no prompt.
     pub fn extend(&self, key: &CacheKey<'_, Prompt>, scope: &KeyScope, chunks: usize) {
         let Some(name) = name(key) else {
             return;

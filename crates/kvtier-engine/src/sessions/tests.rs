@@ -136,6 +136,8 @@ fn keys_of_objects_are_of_no_session() {
     let mut key = key(0..3);
     key.request_configs = Some(&settings);
     key.tokens.is_object_keys = true;
+    let hashes = key.tokens.hashes.as_slice().into();
+    assert!(sessions.begin(&key, &scope(1, 0), &hashes).is_none());
     sessions.extend(&key, &scope(1, 0), 3);
     assert_eq!(sessions.counts(), (0, 0));
     key.tokens.is_object_keys = false;
@@ -194,17 +196,4 @@ fn tenants_take_turns_within_the_comparisons_of_a_round() {
     let counts = done.iter().filter(|((salt, _), _)| &**salt == "t1");
     assert!(counts.clone().all(|(_, count)| *count == 1));
     assert_eq!(counts.count(), 10 * per_round);
-}
-
-#[test]
-fn object_keys_are_no_prompt_of_a_session() {
-    let sessions = AgentSessions::default();
-    let (scope, settings) = (scope(1, 0), settings("s"));
-    let mut key = key(0..3);
-    key.request_configs = Some(&settings);
-    key.tokens.is_object_keys = true;
-    let hashes = key.tokens.hashes.as_slice().into();
-    assert!(sessions.begin(&key, &scope, &hashes).is_none());
-    sessions.extend(&key, &scope, 3);
-    assert_eq!(sessions.counts(), (0, 0));
 }
