@@ -28,7 +28,7 @@ fn scope(model: &str) -> Scope {
 
 fn given(server: &TestServer, scope: &Scope) -> (Client, EngineDrivenWorker) {
     let worker = server.engine_driven(1, scope);
-    (Client::connect(&server.endpoint()).unwrap(), worker)
+    (Client::connect(server.endpoint()).unwrap(), worker)
 }
 
 fn find(client: &Client, scope: &Scope, keys: &[ObjectKey], request: &str) -> Vec<bool> {
@@ -189,7 +189,7 @@ fn hostile_finds_are_answered() {
     let scope = scope("objects/hostile");
     let (client, mut worker) = given(&server, &scope);
     put(&mut worker, &keys([1]), 1);
-    let raw = Raw::connect(&server.endpoint());
+    let raw = Raw::connect(server.endpoint());
     let bin = |bytes: &[u8]| {
         let mut out = Vec::new();
         wire::write_bin(&mut out, bytes);
@@ -206,7 +206,8 @@ fn hostile_finds_are_answered() {
         ("token_ids", out)
     };
     let key = ("kvtier.keys", bin(&[1; 32]));
-    let cases: [(&str, Vec<(&str, Vec<u8>)>, &[u8]); 6] = [
+    type Fields = Vec<(&'static str, Vec<u8>)>;
+    let cases: [(&str, Fields, &[u8]); 6] = [
         (
             "a good one",
             vec![size(CHUNK as u64), key.clone()],
