@@ -82,6 +82,8 @@ class Engine:
         )
         self.tree = UnifiedRadixCache(self.params)
         self._requests = 0
+        # Other weights compute other KV.
+        self.weights = 0
 
     def buffers(self):
         """The buffers of all layers with full attention."""
@@ -106,7 +108,7 @@ class Engine:
 
     def compute(self, tokens, salt=None, adapter=None):
         """Inserts a prompt, as at the end of a request; returns its KV and state, which are the same each time."""
-        source, state = torch.Generator().manual_seed(hash((tuple(tokens), salt, adapter))), None
+        source, state = torch.Generator().manual_seed(hash((tuple(tokens), salt, adapter, self.weights))), None
 
         def fill(buffer, rows):
             buffer[rows] = torch.randint(0, 100, buffer[rows].shape, generator=source).to(buffer.dtype)
@@ -132,8 +134,8 @@ class Engine:
         return computed
 
     def reset(self):
-        """Flushes the tree; the pools are overwritten."""
-        self.tree.reset()
+        """Empties the tree as evictions do; the pools are overwritten."""
+        self.tree._reset_full()
         self.allocator.clear()
         states = []
         if self.kind == "mamba":

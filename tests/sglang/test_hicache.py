@@ -89,6 +89,17 @@ def test_found_pages_stay_for_their_load(serve, model, engines):
     assert engine.storage.batch_get_v1(KEYS, slots) == [True] * 8
 
 
+# proves: docs/sglang.md#options
+def test_clear_forgets_all(serve, model, engines):
+    """For this engine: others still find what was stored."""
+    server, folder, slots = serve(), model("a"), torch.arange(PAGE, PAGE * 9)
+    cleared, other = (engines(server, folder, layout="page_first").storage for _ in range(2))
+    cleared.batch_set_v1(KEYS, slots)
+    cleared.clear()
+    assert (cleared.batch_exists(KEYS), other.batch_exists(KEYS)) == (0, 8)
+    assert cleared.batch_set_v1(KEYS[:3], slots[: 3 * PAGE]) == [True] * 3 and cleared.batch_exists(KEYS) == 3
+
+
 # proves: docs/sglang.md#hicache
 def test_no_call_waits_for_a_server_that_is_away(serve, model, engines):
     """A frozen server costs each call its timeout, an absent one nothing; it is used again when it is back."""

@@ -1,8 +1,6 @@
 """The model's name in keys: it differs between engines with different KV, and knows every option of SGLang."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 

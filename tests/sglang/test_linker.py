@@ -2,6 +2,8 @@
 
 import os
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,7 +184,7 @@ def test_frozen_server_bounds_every_call(serve, model, engines):
         engine.compute(list(reversed(TOKENS)))
         assert engine.settle() == (0, 1)
         engine.compute(list(range(40)))
-        engine.reset()
+        engine.tree.reset()
         assert engine.linker.num_completed_offloads() == 0
         assert time.monotonic() - began < 6
 
@@ -199,6 +201,40 @@ def test_server_that_comes_later_is_used(serve, model, engines):
     engine.reset()
     engine.compute(TOKENS)
     assert engine.settle() == (1, 0)
+
+
+# proves: docs/sglang.md#options
+def test_flush_forgets_all(serve, model, engines):
+    """After an update of the weights, KV of the old ones is not found, and that of new ones not stored under their names."""
+    server, folder = serve(), model("a")
+    engine, other = engines(server, folder), engines(server, folder)
+    old = engine.compute(TOKENS)
+    engine.settle()
+    for engine.weights in (1, 2):
+        engine.tree.reset()
+        engine.reset()
+        assert engine.match(TOKENS)[1] == 0
+        new = engine.compute(TOKENS)
+        engine.settle()
+        engine.reset()
+        assert equal(engine.read(engine.load(engine.match(TOKENS)[0])[0]), new)
+    assert equal(other.read(other.load(other.match(TOKENS)[0])[0]), old) and not equal(old, new)
+
+
+# proves: docs/sglang.md#options
+def test_ranks_forget_alike(tmp_path):
+    """The first rank stores pages that all load."""
+    program = (
+        "import sys, torch.distributed as d; from kvtier.sglang.identity import shared_nonce\n"
+        "d.init_process_group('gloo', init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)\n"
+        "groups = [d.new_group([1, 0], backend='gloo'), d.group.WORLD]\n"
+        "print([shared_nonce(group).hex() for group in groups])"
+    )
+    stubs = "import sys, types; sys.modules['kvtier.sglang'] = m = types.ModuleType('kvtier.sglang'); m.__path__ = [sys.argv[3]]\n"
+    command = [sys.executable, "-c", stubs + program, f"file://{tmp_path}/ranks"]
+    started = [subprocess.Popen([*command, str(rank), str(Path(kvtier.sglang.__file__).parent)], stdout=subprocess.PIPE) for rank in range(2)]
+    first, second = (each.communicate(timeout=60)[0] for each in started)
+    assert first == second and first
 
 
 # proves: docs/sglang.md#the-linker

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer, PoolTransferResult
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_parallel, get_server_args
 
-from .identity import Ranks, model_name
+from .identity import Ranks, model_name, shared_nonce
 from .options import Options
 from .pages import Store, restorable, view
 
@@ -63,7 +63,8 @@ class KvTierStorage(HiCacheStorage):
         if self._store is None:
             ranks = Ranks(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size)
             name_in_keys = self._options.model_name or model_name(get_server_args())
-            self._store = Store(self._options, name_in_keys, host_pool.page_size, ranks)
+            group = get_parallel().attn_tp_group.cpu_group if torch.distributed.is_initialized() else None
+            self._store = Store(self._options, name_in_keys, host_pool.page_size, ranks, shared_nonce(group))
         tensors = _tensors(host_pool, self._store.page_tokens)
         if tensors is None:
             self._empty.add(name)
@@ -158,8 +159,9 @@ class KvTierStorage(HiCacheStorage):
     # -- the rest ----------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Does nothing: the server's objects are those of all engines."""
-        logger.warning("the storage was not cleared: the server is shared; POST /cache/clear at the server clears it for all engines")
+        """Forgets all pages. Other engines still find them: the server is shared."""
+        if self._store is not None:
+            self._store.forget()
 
     def close(self) -> None:
         """Waits for transfers to end, unregisters and disconnects."""

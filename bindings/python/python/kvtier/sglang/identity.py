@@ -92,6 +92,16 @@ def model_name(args: Any) -> str:
     return f"{args.model_path.replace('@', '_')}#{digest(parts)}"
 
 
+def shared_nonce(group: Any) -> bytes:
+    """Returns random bytes, the same for all ranks of a group. Each of them must call this."""
+    import torch
+
+    made = [os.urandom(16)]
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.broadcast_object_list(made, torch.distributed.get_global_rank(group, 0), group)
+    return made[0]
+
+
 def _check_source(args: Any) -> None:
     found = {name: getattr(args, name, None) for name in ("load_format", "speculative_draft_load_format")}
     found = {name: value for name, value in found.items() if value in _OTHER_FORMATS}

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from .identity import Ranks, model_name
+from .identity import Ranks, model_name, shared_nonce
 from .options import Options
 from .pages import Store, restorable, view
 
@@ -87,7 +87,8 @@ class KvTierLinker(UnifiedCacheLinker):
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
         self._devices = _device_pools(kvcache, params, components)
         self._ranks = _ranks(server_args, params)
-        self._store = Store(options, options.model_name or model_name(server_args), params.page_size, self._ranks)
+        group = params.attn_tp_cache_group or params.tp_cache_group
+        self._store = Store(options, options.model_name or model_name(server_args), params.page_size, self._ranks, shared_nonce(group))
         for name, pool in self._devices.items():
             tensors = [_tensor(buffer, pool, self._store.page_tokens) for buffer in pool.buffers]
             self._store.register(
@@ -221,7 +222,8 @@ class KvTierLinker(UnifiedCacheLinker):
     # -- the end -----------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Waits for all transfers to end, and forgets their results, the queue and all leases."""
+        """Waits for all transfers to end, and forgets their results, the queue and all leases. SGLang calls it after an update of the
+        weights, so nothing from before is found afterwards."""
         self._queued.clear()
         for index in list(self.layer_done_counter.batches):
             self.finish_layer_wise_loading(index)
@@ -230,6 +232,7 @@ class KvTierLinker(UnifiedCacheLinker):
         for rid in list(self._sessions):
             self._end(rid)
         self.layer_done_counter.set_consumer(-1)
+        self._store.forget()
 
     def close(self) -> None:
         """Resets, unregisters and disconnects."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 import random
@@ -32,8 +33,8 @@ _MIN_CHUNK_TOKENS = 16
 class Store:
     """A rank's connection to the server, and the pools that it has registered."""
 
-    def __init__(self, options: Options, model_name: str, page_size: int, ranks: Ranks) -> None:
-        """``page_size``: tokens in a page, which is a chunk of the server."""
+    def __init__(self, options: Options, model_name: str, page_size: int, ranks: Ranks, nonce: bytes) -> None:
+        """``page_size``: tokens in a page, which is a chunk of the server. ``nonce``: of :func:`~.identity.shared_nonce`."""
         self.options, self.model_name, self.ranks = options, model_name, ranks
         self.page_size, self.page_tokens = page_size, max(page_size, _MIN_CHUNK_TOKENS)
         self.client = connect(
@@ -49,6 +50,9 @@ class Store:
         self.warnings = RateLimited(logger)
         self._prefix = f"sglang-{random.SystemRandom().getrandbits(62):x}"
         self._numbers = itertools.count()
+        self._nonce, self._forgotten = nonce, itertools.count()
+        # Added to keys. The same on all ranks, since the first one stores some pages for all.
+        self._generation = b""
 
     def request_id(self) -> str:
         """Returns an id that no other request of any engine has."""
@@ -78,7 +82,7 @@ class Store:
         """Returns which of the pages each pool has, leased until :meth:`end` of the returned session; None if it is not known."""
         if not self.client.is_healthy or not all(name in self.pools for name in names):
             return None
-        session, prompt = self.request_id(), _prompt(keys, self.page_tokens)
+        session, prompt = self.request_id(), self.prompt(keys)
         timeout, salt = self.options.lookup_timeout, self.options.tenant
         try:
             # A session per part: the server keeps one find of each.
@@ -100,6 +104,17 @@ class Store:
         for name in names:
             for number in range(len(self.pools[name])):
                 self.client.end_session(f"{session}-{name}-{number}")
+
+    def prompt(self, keys: Sequence[str]) -> Prompt:
+        """Returns the server's keys of pages."""
+        named = [bytes.fromhex(key) for key in keys]
+        if self._generation:
+            named = [hashlib.sha256(key + self._generation).digest() for key in named]
+        return Prompt.from_keys(named, self.page_tokens)
+
+    def forget(self) -> None:
+        """Changes all keys: nothing that was stored before is found."""
+        self._generation = self._nonce + b"%d" % next(self._forgotten)
 
     def transfer(self, name: str, keys: Sequence[str], pages: list[int], *, is_store: bool) -> list[Future[bool]]:
         """Stores or loads pages; returns whether each part of all of them was. The pages must stay until then."""
@@ -154,7 +169,7 @@ class Pool:
         self._transfers[number] = ("store" if is_store else "load", future)
         worker.submit(
             number,
-            _prompt(keys, self._tokens),
+            self._store.prompt(keys),
             0,
             len(keys) * self._tokens,
             self._store.request_id(),
@@ -187,10 +202,6 @@ class Pool:
         if self._registration.worker is not None:
             self._finish(self._registration.worker.take_finished())
         self._registration.release()
-
-
-def _prompt(keys: Sequence[str], page_tokens: int) -> Prompt:
-    return Prompt.from_keys([bytes.fromhex(key) for key in keys], page_tokens)
 
 
 def _wait_for(event: bytes) -> str | None:
