@@ -238,6 +238,47 @@ def test_ranks_forget_alike(tmp_path):
 
 
 # proves: docs/sglang.md#the-linker
+def test_start_that_raises_is_a_failure(serve, model, engines, monkeypatch):
+    """An offload is counted, and a load is reported."""
+    engine = engines(serve(), model("a"))
+    engine.compute(TOKENS)
+    engine.settle()
+    engine.reset()
+    request, _ = engine.match(TOKENS)
+    monkeypatch.setattr(engine.linker._store, "transfer", lambda *_, **__: 1 / 0)
+    assert engine.load(request)[1] == [request.rid]
+    engine.compute(list(range(40)))
+    assert engine.settle() == (0, 1)
+
+
+class Broken:
+    """A worker that raises."""
+
+    def __init__(self, worker, name):
+        self.worker, self.name = worker, name
+
+    def __getattr__(self, name):
+        if name == self.name:
+            raise RuntimeError("broken")
+        return getattr(self.worker, name)
+
+
+# proves: docs/sglang.md#the-linker
+@pytest.mark.parametrize("call", ["submit", "take_finished"])
+def test_worker_that_raises_fails_transfers(serve, model, engines, call):
+    """Nothing waits for a result that will not come."""
+    engine = engines(serve(), model("a"), timeout=0.2)
+    (pool,) = engine.linker._store.pools["kv"]
+    wait_until(lambda: is_registered(engine.linker._store), 60, "the registration")
+    worker, pool._registration.worker = pool._registration.worker, Broken(pool._registration.worker, call)
+    for tokens in (TOKENS, list(range(40))):
+        engine.compute(tokens)
+        assert engine.settle() == (0, 1)
+    assert not pool._transfers
+    pool._registration.worker = worker
+
+
+# proves: docs/sglang.md#the-linker
 def test_cancelled_load_writes_nothing(serve, model, engines):
     """The slots of a request that is released before its batch stay as they are, and its leases end."""
     server = serve()

@@ -192,7 +192,7 @@ class KvTierLinker(UnifiedCacheLinker):
 
     def num_completed_offloads(self) -> int:
         """Returns the number of offloads at the front of the queue that have ended."""
-        ended = itertools.takewhile(lambda each: each.done() and all(part.done() for part in each.result()), self._offloads)
+        ended = itertools.takewhile(_has_ended, self._offloads)
         return sum(1 for _ in ended)
 
     def pop_completed_offload(self) -> bool:
@@ -240,6 +240,10 @@ class KvTierLinker(UnifiedCacheLinker):
         self._load_thread.shutdown()
         self._offload_thread.shutdown()
         self._store.close()
+
+
+def _has_ended(started: Future[list[Future[bool]]]) -> bool:
+    return started.done() and (started.exception() is not None or all(each.done() for each in started.result()))
 
 
 def _succeeded(started: Future[list[Future[bool]]]) -> bool:

@@ -7,6 +7,7 @@ import itertools
 import logging
 import random
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -167,26 +168,42 @@ class Pool:
                 self._thread.start()
         number = next(self._numbers)
         self._transfers[number] = ("store" if is_store else "load", future)
-        worker.submit(
-            number,
-            self._store.prompt(keys),
-            0,
-            len(keys) * self._tokens,
-            self._store.request_id(),
-            self._store.options.tenant,
-            [pages],
-            is_store=is_store,
-            timeout=self._store.options.timeout,
-        )
+        try:
+            worker.submit(
+                number,
+                self._store.prompt(keys),
+                0,
+                len(keys) * self._tokens,
+                self._store.request_id(),
+                self._store.options.tenant,
+                [pages],
+                is_store=is_store,
+                timeout=self._store.options.timeout,
+            )
+        except Exception as error:  # noqa: BLE001: the result is waited for.
+            self._finish([(number, b"", f"it was not started: {error}", None)])
         return future
 
     def _collect(self, worker: Any) -> None:
-        while not self._is_closed:
-            self._finish(worker.take_finished(_POLL_INTERVAL))
+        try:
+            while not self._is_closed:
+                self._finish(worker.take_finished(_POLL_INTERVAL))
+        except Exception:
+            logger.exception("%s: no more pages are stored or loaded", self.identity["model_name"])
+            self._is_closed = True
+            # Until then pages may still be written, which SGLang uses again after a failed load.
+            time.sleep(self._store.options.timeout + 1)
+            self._fail()
+
+    def _fail(self) -> None:
+        """Lets the transfers in flight fail."""
+        self._finish([(number, b"", "its result is lost", None) for number in list(self._transfers)])
 
     def _finish(self, finished: list[tuple[int, bytes, str | None, list[int] | None]]) -> None:
         for number, event, error, _ in finished:
-            kind, future = self._transfers.pop(number)
+            if (ended := self._transfers.pop(number, None)) is None:
+                continue
+            kind, future = ended
             if error is None and self._on_cuda and event and event != NO_EVENT:
                 error = _wait_for(event)
             if error is not None:
@@ -201,6 +218,7 @@ class Pool:
         self._registration.stop()
         if self._registration.worker is not None:
             self._finish(self._registration.worker.take_finished())
+        self._fail()
         self._registration.release()
 
 
