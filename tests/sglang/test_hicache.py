@@ -78,15 +78,23 @@ def test_lost_pages_are_misses(serve, model, engines):
 
 # proves: docs/sglang.md#hicache
 def test_found_pages_stay_for_their_load(serve, model, engines):
-    """Others are evicted first."""
+    """Others are evicted first. The leases end with the load of the last page."""
     engine = engines(serve(l1_gb=0.001), model("a"), layout="page_first")
     slots = torch.arange(PAGE, PAGE * 9)
     engine.storage.batch_set_v1(KEYS, slots)
     assert engine.storage.batch_exists(KEYS) == 8
-    for number in range(1, 400):
-        engine.storage.batch_set_v1([f"{number:08x}{key[8:]}" for key in KEYS], slots)
+
+    def fill():
+        for number in range(1, 400):
+            engine.storage.batch_set_v1([f"{number:08x}{key[8:]}" for key in KEYS], slots)
+
+    fill()
     assert engine.storage.batch_exists([f"{1:08x}{key[8:]}" for key in KEYS]) == 0
-    assert engine.storage.batch_get_v1(KEYS, slots) == [True] * 8
+    assert engine.storage.batch_get_v1(KEYS[:4], slots[: 4 * PAGE]) == [True] * 4
+    assert len(engine.storage._leases) == 1
+    assert engine.storage.batch_get_v1(KEYS[4:], slots[4 * PAGE :]) == [True] * 4
+    fill()
+    assert not engine.storage._leases and engine.storage.batch_exists(KEYS) == 0
 
 
 # proves: docs/sglang.md#options
@@ -141,6 +149,8 @@ def test_side_pools_bound_the_prefix(serve, model, engines):
     storage.batch_set_v1(KEYS, slots)
     window = transfer(PoolName.SWA, 6, 8, hit_policy=PoolHitPolicy.TRAILING_PAGES)
     result = storage.batch_exists_v2(KEYS, [window])
+    assert storage.batch_get_v2([transfer(PoolName.KV, 0, 4)]) and len(storage._leases) == 1
+    assert storage.batch_get_v2([transfer(PoolName.SWA, 2, 4)]) and not storage._leases
     assert (result.kv_hit_pages, result.restorable_prefix_pages) == (4, [4])
     assert result.extra_pool_hit_pages == {PoolName.KV: 8, PoolName.SWA: 4}
     result = storage.batch_exists_v2(KEYS, [transfer(PoolName.INDEXER, 0, 8)])

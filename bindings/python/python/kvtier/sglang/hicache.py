@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,20 @@ logger = logging.getLogger(__name__)
 
 # Seconds for which the pages that a lookup found stay in the server's memory: SGLang loads them next.
 _LEASE_SECONDS = 10.0
+
+
+@dataclass
+class _Lease:
+    """A find whose pages are leased."""
+
+    names: list[str]
+    last_key: str
+    """The end of the prefix that SGLang loads unless another rank has found less."""
+
+    waiting: set[str]
+    """Pools whose last page was not loaded yet."""
+
+    began: float
 
 
 class KvTierStorage(HiCacheStorage):
@@ -39,8 +53,8 @@ class KvTierStorage(HiCacheStorage):
         self._store: Store | None = None
         # Pools without bytes: SGLang only counts their pages.
         self._empty: set[str] = set()
-        # Finds whose pages are leased, with their times, the oldest first.
-        self._sessions: deque[tuple[float, str, list[str]]] = deque()
+        # Session -> a find whose pages are leased, the oldest first.
+        self._leases: dict[str, _Lease] = {}
 
     # -- set-up ------------------------------------------------------------------------------
 
@@ -87,15 +101,25 @@ class KvTierStorage(HiCacheStorage):
         """Returns the longest prefix that all pools can restore."""
         transfers = {str(each.name): each for each in pool_transfers or () if each.hit_policy != PoolHitPolicy.BLOCK_GROUPS}
         names = [str(PoolName.KV), *(name for name in transfers if name != str(PoolName.KV))]
-        found = self._find(keys, names)
-        if found is None:
+        if self._store is None or not keys:
             return PoolTransferResult.empty()
+        self._end_old()
+        stored = [name for name in names if name not in self._empty]
+        answer = self._store.find(keys, stored)
+        if answer is None:
+            return PoolTransferResult.empty()
+        session, found = answer
+        found |= {name: [True] * len(keys) for name in names if name in self._empty}
         windows = {
             name: max(1, len(transfers[name].keys or ()))
             for name in names[1:]
             if transfers[name].hit_policy == PoolHitPolicy.TRAILING_PAGES
         }
         lengths = restorable(found, windows)
+        if lengths:
+            self._leases[session] = _Lease(stored, keys[lengths[-1] - 1], set(stored), time.monotonic())
+        else:
+            self._store.end(session, stored)
         kv = {names[0]: found[names[0]]}
         each = {name: restorable(kv | {name: found[name]}, {k: v for k, v in windows.items() if k == name}) for name in names}
         hits = {PoolName(name): each[name][-1] for name in names if each[name]}
@@ -109,24 +133,28 @@ class KvTierStorage(HiCacheStorage):
         """Whether a page of KV is there."""
         return self.batch_exists([key]) == 1
 
-    def _find(self, keys: list[str], names: list[str]) -> dict[str, list[bool]] | None:
-        if self._store is None or not keys:
-            return None
-        while self._sessions and self._sessions[0][0] + _LEASE_SECONDS < time.monotonic():
-            _, session, ended = self._sessions.popleft()
-            self._store.end(session, ended)
-        stored = [name for name in names if name not in self._empty]
-        found = self._store.find(keys, stored)
-        if found is None:
-            return None
-        self._sessions.append((time.monotonic(), found[0], stored))
-        return found[1] | {name: [True] * len(keys) for name in names if name in self._empty}
+    def _end_old(self) -> None:
+        """Ends leases whose pages were loaded, or were not for long."""
+        for session, lease in list(self._leases.items()):
+            if not lease.waiting or lease.began + _LEASE_SECONDS < time.monotonic():
+                self._end(session)
+
+    def _end(self, session: str) -> None:
+        # SGLang looks up and loads on two threads.
+        if (lease := self._leases.pop(session, None)) and self._store is not None:
+            self._store.end(session, lease.names)
 
     # -- transfers ---------------------------------------------------------------------------
 
     def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
         """Loads pages; all of a pool's, or none."""
-        return self._transfer(transfers, is_store=False)
+        result = self._transfer(transfers, is_store=False)
+        for name, keys in ((str(each.name), each.keys or ()) for each in transfers):
+            lease = next((lease for lease in list(self._leases.values()) if name in lease.waiting and lease.last_key in keys), None)
+            if lease is not None:
+                lease.waiting.remove(name)
+        self._end_old()
+        return result
 
     def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
         """Stores pages."""
