@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use kvtier_client::proto::chunk::CHUNK_TOKENS_FEATURE;
 use kvtier_client::proto::descriptor::Dtype;
+use kvtier_client::proto::key::OBJECTS_FEATURE;
 use kvtier_client::proto::operation::Operation;
 use kvtier_client::proto::pickle::{
     PickleLimits, TensorToWrite, WriteError, read_tensors, write_tensors,
@@ -96,6 +97,7 @@ fn compare(request: &Frames, ours: Option<Vec<u8>>, theirs: Option<Vec<u8>>, con
                     "kv_event_stream".into(),
                     HELD_BLOCKS_FEATURE.into(),
                     CHUNK_TOKENS_FEATURE.into(),
+                    OBJECTS_FEATURE.into(),
                 ]),
                 "{context}"
             );
