@@ -280,7 +280,7 @@ impl Client {
         Ok(Future::new(self.native.lookup_hits_within(&key, timeout)))
     }
 
-    /// Which of the objects of a prompt of keys are cached.
+    /// Finds the objects of a prompt of keys that are cached.
     #[pyo3(signature = (prompt, request_id, model_name, world_size=1, worker_id=None, cache_salt=String::new(), timeout=None))]
     #[expect(clippy::too_many_arguments, reason = "named arguments in Python")]
     fn find(

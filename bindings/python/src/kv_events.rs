@@ -35,7 +35,7 @@ struct UntakenEvents {
     is_compared: bool,
     /// Why there is no stream.
     obstacle: Option<String>,
-    /// Of L1, and of the tiers.
+    /// Changes of L1, and of the tiers.
     changes: [Changes; 2],
 }
 

@@ -97,7 +97,7 @@ pub(crate) fn limited(
     }
 }
 
-/// Which of `asked` objects were found.
+/// Whether each of `asked` objects was found.
 pub(crate) fn found(reply: &ClientReply, asked: u64) -> Result<Vec<bool>, ClientError> {
     let bits = match reply.response()? {
         Response::Bits(bits) => bits,

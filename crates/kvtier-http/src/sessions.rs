@@ -49,7 +49,7 @@ pub(super) struct SessionAnswer {
     status: &'static str,
     /// Chunks of the session's last prompt.
     chunks: usize,
-    /// Those that no other session needs; absent for a prefetch, which loads all.
+    /// Chunks that no other session needs; absent for a prefetch, which loads all.
     #[serde(skip_serializing_if = "Option::is_none")]
     own_chunks: Option<usize>,
     /// Objects that are evicted first from now on, or that have left L1.

@@ -49,7 +49,7 @@ pub trait ChunkSink {
     /// Writes the bytes of a chunk into its pages: `read` copies those at an offset of the chunk, in any order.
     ///
     /// # Errors
-    /// Those of `read`, and why the chunk cannot be written.
+    /// Why the chunk cannot be written; errors of `read` are passed on.
     fn write<R>(&mut self, chunk: usize, read: R) -> Result<(), ClientError>
     where
         R: FnMut(u64, &mut [u8]) -> Result<(), ClientError>;

@@ -19,7 +19,7 @@ use table::{AtEnd, SessionPrompt};
 pub struct SessionResult {
     /// Chunks of the session's prompt.
     pub chunks: usize,
-    /// Those that no other session needs.
+    /// Chunks that no other session needs.
     pub own_chunks: usize,
     /// Objects of those that are evicted first from now on, or that have left L1.
     pub objects: usize,
