@@ -357,13 +357,13 @@ impl<'a, T> CacheKey<'a, T> {
                     chunk_tokens = Some(asked);
                 }
                 "token_ids" => token_ids = Some(read_tokens(value, tokens)?),
-                "token_bytes" => token_ids = Some(read_packed_tokens(value, tokens)?),
+                "token_bytes" => token_ids = Some(tokens.read_packed(read_pieces(value)?)?),
                 OBJECT_KEYS if chunk_tokens.is_none() => {
                     return Err(DecodeError::new(format!(
                         "the field stands without {CHUNK_TOKENS}; allowed: behind it"
                     )));
                 }
-                OBJECT_KEYS => token_ids = Some(read_object_keys(value, tokens)?),
+                OBJECT_KEYS => token_ids = Some(tokens.read_object_keys(read_pieces(value)?)?),
                 "start" => start = Some(value.int()?),
                 "end" => end = Some(value.int()?),
                 "request_id" => request_id = Some(value.str()?),
@@ -472,29 +472,13 @@ fn read_tokens<R: TokenReader>(
     Ok(output)
 }
 
-fn read_packed_tokens<R: TokenReader>(
-    value: &mut Reader<'_>,
-    tokens: &mut R,
-) -> Result<R::Output, DecodeError> {
+/// Bytes that are pieces of `N` bytes each.
+fn read_pieces<'a, const N: usize>(value: &mut Reader<'a>) -> Result<&'a [[u8; N]], DecodeError> {
     let bytes = value.bin()?;
     match bytes.as_chunks() {
-        (packed, []) => tokens.read_packed(packed),
+        (pieces, []) => Ok(pieces),
         _ => Err(DecodeError::new(format!(
-            "{} bytes; allowed: a multiple of {PACKED_TOKEN_BYTES}",
-            bytes.len()
-        ))),
-    }
-}
-
-fn read_object_keys<R: TokenReader>(
-    value: &mut Reader<'_>,
-    tokens: &mut R,
-) -> Result<R::Output, DecodeError> {
-    let bytes = value.bin()?;
-    match bytes.as_chunks() {
-        (keys, []) => tokens.read_object_keys(keys),
-        _ => Err(DecodeError::new(format!(
-            "{} bytes; allowed: a multiple of {OBJECT_KEY_BYTES}",
+            "{} bytes; allowed: a multiple of {N}",
             bytes.len()
         ))),
     }
