@@ -337,7 +337,8 @@ def test_wrong_answers_cost_nothing_but_the_tier(seaweed, serve, engines, name):
 def test_bench_measures_a_bucket_and_hides_its_keys(rclone, tmp_path):
     """Its report has the adapter as it was given, without the secret."""
     report = tmp_path / "report.json"
-    command = [our_command()[0], "bench", "l2", *bucket(rclone), "--num-keys", "10", "--data-size-kb", "64", "--rounds", "1", "--json", report]
+    adapter = bucket(rclone, lookup_timeout_ms=30_000)
+    command = [our_command()[0], "bench", "l2", *adapter, "--num-keys", "10", "--data-size-kb", "64", "--rounds", "1", "--json", report]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     steps = json.loads(report.read_text())["steps"]
