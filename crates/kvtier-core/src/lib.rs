@@ -15,6 +15,7 @@ pub mod prefetch;
 pub mod prompt;
 pub mod quota;
 pub mod random;
+pub mod segments;
 mod sharded;
 pub mod violation;
 pub mod window;
