@@ -6,10 +6,11 @@ use std::time::Instant;
 
 use kvtier_memory::{AffineCopy, ForeignSegment, copy_affine};
 
-use crate::device::{ChunkCopy, Device, DeviceError, Done, EngineMemory, Transfer};
+use crate::device::{ChunkCopy, Device, DeviceError, Done, EngineMemory, Transfer, check_deadline};
 use crate::error::LayoutError;
 use crate::layout::KvLayout;
 use crate::physical::visit_block_runs;
+use crate::placement::Placement;
 use crate::plan::Direction;
 use crate::spec::MemorySpec;
 
@@ -99,6 +100,10 @@ impl EngineMemory for CpuMemory {
         done(self.copy_all(&transfer, Instant::now));
     }
 
+    fn place(&self, placement: Placement, done: Done) {
+        done(self.place_all(&placement, Instant::now));
+    }
+
     /// Starts no more copies; running transfers end after their current batch, because a partial transfer is useless.
     fn stop(&self) {
         self.has_stopped.store(true, Ordering::SeqCst);
@@ -140,19 +145,39 @@ impl CpuMemory {
         for chunk in &transfer.chunks {
             moved += self.copy(transfer, *chunk, &clock)?;
         }
-        self.check_running(transfer, &clock)?;
+        self.check_running(transfer.deadline, &clock)?;
+        Ok(moved)
+    }
+
+    /// Writes all segments in order and returns the bytes moved.
+    fn place_all(
+        &self,
+        placement: &Placement,
+        clock: impl Fn() -> Instant,
+    ) -> Result<u64, DeviceError> {
+        let mut moved = 0;
+        placement.visit_batches(&self.layout, BATCH_BYTES, |batch| {
+            self.check_running(placement.deadline, &clock)?;
+            let (rows, to) = (&batch.rows, kvtier_memory::Direction::ArenaToSegment);
+            for planned in &batch.copies {
+                let (segment, copies) = (&self.segments[planned.memory], [planned.copy]);
+                moved += copy_affine(segment, rows, rows.whole(), to, &copies)?;
+            }
+            Ok(())
+        })?;
+        self.check_running(placement.deadline, &clock)?;
         Ok(moved)
     }
 
     fn check_running(
         &self,
-        transfer: &Transfer,
+        deadline: Option<Instant>,
         clock: impl Fn() -> Instant,
     ) -> Result<(), DeviceError> {
         if self.has_stopped.load(Ordering::SeqCst) {
             return Err(DeviceError::Stopped);
         }
-        transfer.check_deadline(clock())
+        check_deadline(deadline, clock())
     }
 
     fn copy(
@@ -174,7 +199,7 @@ impl CpuMemory {
         let mut moved = 0;
         let mut flush = |memory: usize, batch: &mut Vec<AffineCopy>| -> Result<(), DeviceError> {
             if !batch.is_empty() {
-                self.check_running(transfer, &clock)?;
+                self.check_running(transfer.deadline, &clock)?;
                 let segment = &self.segments[memory];
                 moved += copy_affine(segment, &transfer.arena, extent, direction, batch)?;
                 batch.clear();

@@ -12,6 +12,7 @@ use crate::cuda::owner::Owner;
 use crate::cuda::storages::StorageError;
 use crate::error::{LayoutError, PlanError};
 use crate::layout::KvLayout;
+use crate::placement::Placement;
 use crate::plan::{ChunkRequest, Direction};
 
 /// Backend for one kind of engine memory.
@@ -60,10 +61,18 @@ impl Transfer {
     /// # Errors
     /// [`DeviceError::DeadlinePassed`].
     pub fn check_deadline(&self, now: Instant) -> Result<(), DeviceError> {
-        match self.deadline {
-            Some(deadline) if deadline < now => Err(DeviceError::DeadlinePassed),
-            _ => Ok(()),
-        }
+        check_deadline(self.deadline, now)
+    }
+}
+
+/// Checks a worker's timeout.
+///
+/// # Errors
+/// [`DeviceError::DeadlinePassed`].
+pub(crate) fn check_deadline(deadline: Option<Instant>, now: Instant) -> Result<(), DeviceError> {
+    match deadline {
+        Some(deadline) if deadline < now => Err(DeviceError::DeadlinePassed),
+        _ => Ok(()),
     }
 }
 
@@ -127,6 +136,13 @@ pub trait EngineMemory: Send + Sync {
         self.transfer(transfer, done);
     }
 
+    /// Writes tokens of objects to other positions of the pages, with their keys rotated, and calls `done` as
+    /// [`EngineMemory::transfer`] does. After an error some bytes may have been written.
+    fn place(&self, placement: Placement, done: Done) {
+        drop(placement);
+        done(Err(DeviceError::CannotPlace));
+    }
+
     /// Starts no more copies; running ones finish, or fail early.
     fn stop(&self) {}
 
@@ -188,6 +204,11 @@ pub enum DeviceError {
     /// An engine's event was not complete in time.
     #[error("the engine's event did not complete in time: its pages were never ready to be copied")]
     EventTimeout,
+    /// The device cannot rotate keys.
+    #[error(
+        "the device cannot rotate keys; allowed: a device that can, or keys that the engine computes"
+    )]
+    CannotPlace,
     /// The pages are being closed, or the server ends.
     #[error("the pages are being closed")]
     Stopped,

@@ -116,6 +116,18 @@ pub enum PlanError {
     /// Block ids that were checked for another layout.
     #[error("block table was made for another layout; allowed: one made by the same layout")]
     ForeignBlockTable,
+    /// A segment with more tokens than a chunk, the blocks of the request or a cos/sin cache has.
+    #[error("{field} of segment {segment} is {value}; allowed: at most {most}")]
+    InvalidSegment {
+        /// Position of the segment in the request.
+        segment: usize,
+        /// Field.
+        field: &'static str,
+        /// Value of the field.
+        value: u64,
+        /// Largest allowed value.
+        most: u64,
+    },
     /// A layer the layout does not have.
     #[error("layer is {layer}; allowed: 0 to below {layers}, and part of a group")]
     NoSuchLayer {

@@ -358,6 +358,22 @@ impl BlockPart {
         part
     }
 
+    /// The part of `count` slots from `first` on; its object offset counts from the row of the first of them, and a row has
+    /// `row` bytes.
+    pub(crate) fn slots(&self, first: u64, count: u64, row: u64) -> Self {
+        let mut part = *self;
+        let slots = &mut part.loops[0];
+        if slots.count > 1 {
+            part.engine_offset += first * slots.segment_stride;
+            slots.count = count;
+        } else if part.bytes > row {
+            // The rows of all slots are one run.
+            part.engine_offset += first * row;
+            part.bytes = count * row;
+        }
+        part
+    }
+
     /// Whether the part is a single run.
     pub fn is_one_run(&self) -> bool {
         self.loops.iter().all(|step| step.count == 1)

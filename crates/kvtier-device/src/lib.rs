@@ -17,12 +17,15 @@ pub mod cuda;
 mod detect;
 mod device;
 mod error;
+mod floats;
 mod format;
 mod geometry;
 mod groups;
 mod layout;
 mod physical;
+mod placement;
 mod plan;
+mod rope;
 mod spec;
 
 pub use blocks::BlockTable;
@@ -33,7 +36,9 @@ pub use format::{Axis, KvFormat, TokenContent};
 pub use geometry::{BlockPart, Plane};
 pub use groups::{KernelGroup, ObjectGroup};
 pub use layout::{KvLayout, is_untyped};
+pub use placement::{Placement, PromptBlocks, SegmentCopy};
 pub use plan::{ChunkRequest, Direction, PlannedCopy};
+pub use rope::{GroupRope, KvQuant, Rope, RopeTable};
 pub use spec::{
     CudaAllocation, CudaStorage, Engine, GroupSpec, KvAxisOrder, KvListLayout, LayoutHints,
     MemorySpec, TensorSpec,

@@ -51,7 +51,7 @@ impl PlannedCopy {
     }
 
     /// Appends `next` if both are single runs that are adjacent on both sides.
-    fn extend(&mut self, next: &Self) -> bool {
+    pub(crate) fn extend(&mut self, next: &Self) -> bool {
         let (own, other) = (&mut self.copy, &next.copy);
         if self.memory != next.memory
             || own.segment_offset + own.inner_bytes != other.segment_offset
