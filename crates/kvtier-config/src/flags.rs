@@ -92,14 +92,19 @@ pub struct ServerArgs {
     /// Algorithm of chunk hashes: blake3, sha256_cbor, or sha256_cbor_64bit (the same as sha256_cbor)
     #[arg(long, default_value = "blake3", help_heading = "Request server")]
     pub hash_algorithm: HashAlgorithm,
-    /// Kind of cache engine
+    /// What prompts may have from the cache: default is their prefix; blend also chunks of other prompts, for engines that blend
+    /// (docs/blend.md)
     #[arg(
         long,
         value_enum,
         default_value = "default",
         help_heading = "Request server"
     )]
-    pub(super) engine_type: EngineType,
+    pub engine_type: EngineType,
+    /// Chunks that can be found elsewhere than in a prefix, with --engine-type blend, 1 to 67108864; each takes 64 bytes, and
+    /// the oldest is forgotten first
+    #[arg(long, default_value_t = 1 << 20, value_parser = clap::value_parser!(u32).range(1..=1 << 26), help_heading = "Request server")]
+    pub blend_max_segments: u32,
     /// Transfer modes that workers may use (LMCache's default is lmcache_driven, which leaves CPU workers without an
     /// answer)
     #[arg(

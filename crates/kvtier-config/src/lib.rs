@@ -55,8 +55,8 @@ pub use state::StateSettings;
 pub use tenants::{TenantSettings, secret_file_warning};
 pub use tracing::{OtlpEndpoint, Pairs, TracingConfig};
 pub use values::{
-    EvictionPolicyName, L1Restore, LogFormat, PrefetchPolicy, StorePolicy, TransferMode,
-    WindowedClients, parse_gib,
+    EngineType, EvictionPolicyName, L1Restore, LogFormat, PrefetchPolicy, StorePolicy,
+    TransferMode, WindowedClients, parse_gib,
 };
 
 use kvtier_common::error::{Error, Result};

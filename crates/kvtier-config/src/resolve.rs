@@ -12,7 +12,7 @@ use super::flags::ServerArgs;
 use super::http::{HttpConfig, TOKENS_VARIABLE};
 use super::memory::default_l1;
 use super::request::check_host;
-use super::values::is_log_filter;
+use super::values::{EngineType, is_log_filter};
 use super::{
     HostMemory, L1Origin, L2Config, QuotaSettings, ServerConfig, StateSettings, TracingConfig,
     l1_manager,
@@ -104,6 +104,15 @@ pub(super) fn resolve(args: ServerArgs, ignored: Vec<String>) -> Result<ServerCo
             "log-level",
             format!("{:?}", args.log_level),
             "give error, warn, info, debug, trace or off, or target=level pairs, with commas between them",
+        ));
+    }
+    if args.engine_type == EngineType::Blend
+        && !args.supported_transfer_mode.allows_lmcache_driven()
+    {
+        return Err(refuse(
+            "engine-type",
+            "blend",
+            "give it with --supported-transfer-mode auto or lmcache_driven: the server writes the pages",
         ));
     }
     check_host(&args.host)?;

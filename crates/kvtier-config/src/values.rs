@@ -87,9 +87,13 @@ pub(super) enum Transport {
     Zmq,
 }
 
+/// What prompts may have from the cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(super) enum EngineType {
+pub enum EngineType {
+    /// Prefixes alone.
     Default,
+    /// Segments of other prompts too.
+    Blend,
 }
 
 /// Whether L1 outlives the process.

@@ -73,6 +73,11 @@ impl RopeTable {
         Ok(Self { width, rows })
     }
 
+    /// Elements of a position: those of a head that are rotated.
+    pub fn width(&self) -> u64 {
+        self.width
+    }
+
     /// Number of positions.
     pub fn positions(&self) -> u64 {
         self.rows.len() as u64 / self.width

@@ -11,7 +11,7 @@ use kvtier_proto::response::{
 };
 
 /// Version of the blending protocol of LMCache 0.5.6.
-const BLEND_VERSION: i64 = 1;
+pub const BLEND_VERSION: i64 = 1;
 
 /// What goes back to a client.
 #[derive(Debug, PartialEq)]

@@ -19,6 +19,7 @@ use kvtier_store::l1::{Clock, L1};
 use kvtier_store::tenants::Salts;
 use kvtier_store::tiers::L2;
 
+use super::blend::Blend;
 use super::client_warnings::ClientWarnings;
 use super::devices::Devices;
 use super::instances::{Instances, rows};
@@ -50,6 +51,8 @@ pub struct Context {
     pub client_warnings: ClientWarnings,
     pub kv_events: KvEventSource,
     pub sessions: AgentSessions,
+    /// With `--engine-type blend`.
+    pub blend: Option<Arc<Blend>>,
 }
 
 /// Tokens per chunk of a client that asks for `asked`, of a server with this chunk size.

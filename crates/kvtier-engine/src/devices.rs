@@ -10,7 +10,9 @@ use kvtier_device::cuda::driver::LIBRARY;
 use kvtier_device::cuda::{
     CudaDevice, DeviceStatus, Executor, GpuReadings, RUN_BUCKETS, TRIED_RUNS,
 };
-use kvtier_device::{CpuDevice, Device, Direction, EngineMemory, KvLayout, MemorySpec};
+use kvtier_device::{
+    CpuDevice, Device, Direction, EngineMemory, KvLayout, MemorySpec, RopeTable, TensorSpec,
+};
 use kvtier_memory::Arena;
 use kvtier_observe::api::{ByDirection, CudaStatus, Gpu, GpuState, Gpus, MovedBytes, Pinning};
 
@@ -116,16 +118,29 @@ impl Devices {
     /// # Errors
     /// One line: memory of a kind that no device here has, or what the device says.
     pub fn open(&self, layout: KvLayout) -> Result<Arc<dyn EngineMemory>> {
-        let layout = Arc::new(layout);
-        let device: &dyn Device = match &self.cuda {
-            _ if !Self::is_on_gpu(&layout) => &CpuDevice,
-            Ok(cuda) => cuda,
+        let device = self.device(Self::is_on_gpu(&layout))?;
+        let opened = device.open(Arc::new(layout));
+        opened.map(Arc::from).map_err(Error::refused)
+    }
+
+    /// Copies a table of cosines and sines from the device where it is.
+    ///
+    /// # Errors
+    /// As [`Devices::open`].
+    pub fn read_table(&self, tensor: &TensorSpec) -> Result<RopeTable> {
+        let device = self.device(matches!(tensor.memory, MemorySpec::Cuda(_)))?;
+        RopeTable::read(device, tensor).map_err(Error::refused)
+    }
+
+    fn device(&self, is_on_gpu: bool) -> Result<&dyn Device> {
+        match &self.cuda {
+            _ if !is_on_gpu => Ok(&CpuDevice),
+            Ok(cuda) => Ok(cuda),
             Err(why) => {
                 let what = "the tensors are on a GPU, and this server uses none";
-                return Err(why.clone().context(what));
+                Err(why.clone().context(what))
             }
-        };
-        device.open(layout).map(Arc::from).map_err(Error::refused)
+        }
     }
 
     /// Ends the work on the GPUs and refuses the rest. Afterwards every request is answered, except those on a GPU that

@@ -189,9 +189,10 @@ impl Engine {
         let may_store = match operation {
             Operation::Store | Operation::PrepareStore | Operation::CommitStore => true,
             Operation::Lookup => self.context.l2.is_some(),
+            Operation::CbUnifiedLookup => return self.context.blend.is_some(),
             _ => false,
         };
-        may_store && self.has_kv_events()
+        may_store && (self.has_kv_events() || self.context.blend.is_some())
     }
 
     /// The events of a model behind `cursor`; see [`kvtier_core::cache::Cache::events`].

@@ -22,6 +22,7 @@
 
 mod admin;
 mod answer;
+mod blend;
 mod client_warnings;
 mod context;
 mod devices;
@@ -45,7 +46,9 @@ use std::time::{Duration, Instant};
 pub use admin::{
     Admin, ChecksumError, ExplainError, PrefetchError, PrefetchJob, PrefetchResult, TenantView,
 };
+use answer::BLEND_VERSION;
 pub use answer::EngineAnswer;
+use blend::Blend;
 pub use kv_events::TierChunks;
 pub use kvtier_common::error::{Error, ErrorKind, Result};
 pub use kvtier_proto::session::{MAX_BYTES as MAX_SESSION_BYTES, SessionAction};
@@ -57,7 +60,7 @@ pub use sessions::SessionResult;
 
 use kvtier_common::state::StateDir;
 use kvtier_common::sync::{Mutex, RateLimited, RwLock};
-use kvtier_config::ServerConfig;
+use kvtier_config::{EngineType, ServerConfig};
 use kvtier_core::ObjectKey;
 use kvtier_core::prompt::{Prompt, PromptReader};
 use kvtier_l2::{Buffer, ObjectSpec, StoreItem};
@@ -213,6 +216,13 @@ impl Engine {
         let tiers = tiers.chain(l2.iter().flat_map(|l2| l2.tenants()));
         let quotas = Quotas::new(quotas, tiers.collect());
         let kv_events = KvEventSource::new(config.kv_event_log_size);
+        let blend = match config.engine_type {
+            EngineType::Default => None,
+            EngineType::Blend => {
+                let max_segments = config.blend_max_segments as usize;
+                Some(Arc::new(Blend::open(max_segments, state.as_ref().ok())?))
+            }
+        };
         let context = Context {
             config: RwLock::new(config),
             chunk_size,
@@ -228,6 +238,7 @@ impl Engine {
             client_warnings: ClientWarnings::default(),
             kv_events,
             sessions: AgentSessions::default(),
+            blend,
         };
         Ok((context, quotas))
     }
@@ -339,6 +350,12 @@ impl Engine {
                 let timeout = timeout.clamped(MAX_WAIT);
                 self.lookups.find(caller, key, timeout, reply);
             }
+            Request::CbRegisterRope(rope) if let Some(blend) = &self.context.blend => {
+                self.workers.register_rope(blend, rope, reply);
+            }
+            Request::CbRetrievePreComputed(retrieve) if let Some(blend) = &self.context.blend => {
+                self.transfers.place(blend, caller, retrieve, reply);
+            }
             request => reply.answer(self.answer(caller, request)),
         }
     }
@@ -408,6 +425,16 @@ impl Engine {
                 EngineAnswer::from(Response::Addresses(Vec::new()))
             }
             Request::P2pUnlockObjects { .. } => EngineAnswer::nothing(),
+            Request::CbProtocolHandshake { client_version } if self.context.blend.is_some() => {
+                EngineAnswer::from(Response::Handshake {
+                    version: BLEND_VERSION,
+                    compatible: *client_version == BLEND_VERSION,
+                })
+            }
+            Request::CbUnregisterRope { instance } if let Some(blend) = &self.context.blend => {
+                blend.remove_rope(*instance);
+                EngineAnswer::nothing()
+            }
             other => self.unserved(other.operation()),
         }
     }
@@ -522,6 +549,9 @@ impl Engine {
         self.transfers.expire(now);
         self.context.l1.expire();
         sessions::repeat(&self.context);
+        if let Some(blend) = &self.context.blend {
+            let _ = blend.keep();
+        }
         self.admin.evict();
         self.admin.explanations.count_misses();
         self.lookups.chunk_sizes.keep_foreign();
@@ -575,6 +605,9 @@ impl Engine {
         self.workers.driver_threads.finish();
         self.workers.close();
         self.context.devices.close();
+        if let Some(blend) = &self.context.blend {
+            while blend.keep() {}
+        }
         // From here on the next server may have them: both change only by requests, and there are none any more.
         self.context.l1.close();
         if let Ok(state) = &self.context.state {

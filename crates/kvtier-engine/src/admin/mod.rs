@@ -304,6 +304,12 @@ impl Admin {
             prefaulted_bytes: self.prefaulted.load(Ordering::Relaxed),
             sessions: lookups as u64,
             agent_sessions: self.context.sessions.counts().0 as u64,
+            blend_segments: self
+                .context
+                .blend
+                .as_ref()
+                .map_or(0, |blend| blend.segments.stats().segments)
+                as u64,
             unread_lookups: unread as u64,
             instances: self.context.instances.len() as u64,
             gpus: devices.figures(),

@@ -5,12 +5,13 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 
 use kvtier_core::cache::FreeSpace;
+use kvtier_core::segments::SegmentStats;
 use kvtier_device::{Axis, KvLayout};
 use kvtier_observe::api::{
-    AgentSessionsStatus, DevicesStatus, EngineDrivenInstance, EvictionStatus, KernelGroup,
-    KvCacheLayout, L1EvictionStatus, L1Status, L2EvictionStatus, LmcacheDrivenInstance, MemoryPart,
-    PrefetchStatus, QuotaStatus, StateStatus, Status, StorageManagerStatus, StoreStatus,
-    WorkerLiveness,
+    AgentSessionsStatus, BlendStatus, DevicesStatus, EngineDrivenInstance, EvictionStatus,
+    KernelGroup, KvCacheLayout, L1EvictionStatus, L1Status, L2EvictionStatus,
+    LmcacheDrivenInstance, MemoryPart, PrefetchStatus, QuotaStatus, StateStatus, Status,
+    StorageManagerStatus, StoreStatus, WorkerLiveness,
 };
 use kvtier_store::l1::L1;
 
@@ -217,6 +218,18 @@ pub(super) fn status(admin: &Admin, healthy: bool) -> Status {
         hash_algorithm: config.hash_algorithm.name().to_owned(),
         active_sessions: Some(lookups),
         agent_sessions: AgentSessionsStatus { sessions, chunks },
+        blend: context.blend.as_ref().map(|blend| {
+            let SegmentStats {
+                segments,
+                capacity,
+                bytes,
+            } = blend.segments.stats();
+            BlendStatus {
+                segments,
+                max_segments: capacity,
+                max_bytes: bytes,
+            }
+        }),
         pending_transfers: Some(transfers),
         withheld_transfers: quarantined,
         withheld_bytes: quarantined_bytes,

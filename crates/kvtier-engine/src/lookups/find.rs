@@ -14,7 +14,7 @@ use tokio::sync::watch;
 
 use super::super::EngineAnswer;
 use super::super::context::Context;
-use super::held::{HeldLookup, HeldLookups};
+use super::held::{HeldLookup, HeldLookups, HeldSegments};
 
 /// The objects that a request asks for by their keys.
 pub(super) struct ObjectFind {
@@ -68,10 +68,24 @@ impl ObjectFind {
             readers: 1,
             until_end: false,
             at_end: None,
+            segments: HeldSegments::Unknown,
             created: self.context.now(),
             scope: self.scope.clone(),
         };
         self.held.insert(&self.request_id, held, pending)
+    }
+
+    /// What the tiers are asked for.
+    pub(super) fn prefetch_request(&self, counted: Counted) -> Arc<PrefetchRequest> {
+        Arc::new(PrefetchRequest {
+            scope: self.scope.clone(),
+            rows: Arc::clone(&self.rows),
+            hashes: Arc::clone(&self.hashes),
+            is_object_keys: true,
+            tokens: None,
+            counted,
+            span: None,
+        })
     }
 
     /// Loads what L1 lacks from the tiers, for at most `timeout`, and finds again. What comes later is in L1 for the next request. If
@@ -82,15 +96,7 @@ impl ObjectFind {
         before: FoundBefore,
         timeout: Duration,
     ) -> EngineAnswer {
-        let request = Arc::new(PrefetchRequest {
-            scope: self.scope.clone(),
-            rows: Arc::clone(&self.rows),
-            hashes: Arc::clone(&self.hashes),
-            is_object_keys: true,
-            tokens: None,
-            counted: before.counted,
-            span: None,
-        });
+        let request = self.prefetch_request(before.counted);
         let fetch = l2.handle().spawn({
             let l2 = Arc::clone(&l2);
             async move { l2.fetch(&request).await }

@@ -12,6 +12,7 @@ mod chunk_sizes;
 mod find;
 mod held;
 mod recent;
+mod segments;
 
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
@@ -30,7 +31,7 @@ use kvtier_core::prompt::{Prompt, PromptMemory};
 use kvtier_core::{ChunkHash, GroupRow, Namespace};
 use kvtier_observe::trace::{LookupResult, TraceParent, TracedSession};
 use kvtier_proto::key::CacheKey;
-use kvtier_proto::request::JobRef;
+use kvtier_proto::request::{JobRef, MatchedSegment};
 use kvtier_proto::response::{Response, UnifiedLookup};
 use kvtier_proto::{keep_seconds, peer, skip_load, traceparent};
 use kvtier_store::tiers::{L2, PrefetchRequest};
@@ -42,8 +43,9 @@ use super::sessions;
 use super::{Caller, EngineAnswer, Reply};
 use chunk_sizes::{ChunkSizes, LookupRange};
 use find::{FoundBefore, ObjectFind};
-use held::{HeldLookup, HeldLookups, LookupOutcome};
+use held::{FoundSegments, HeldLookup, HeldLookups, HeldSegments, LookupOutcome, SegmentsOutcome};
 pub use recent::{RecentLookup, RecentLookups};
+use segments::SegmentFind;
 
 /// Most workers that may read one object; LMCache clamps there too.
 const MAX_READERS: i64 = 128;
@@ -157,6 +159,7 @@ impl Lookups {
         let lookup = HeldLookup {
             connection: caller.connection,
             at_end: self.context.sessions.begin(key, &scope, &prompt),
+            segments: HeldSegments::Unknown,
             prompt,
             hit_chunks: covered + found.hit_chunks,
             loaded: Vec::new(),
@@ -302,7 +305,11 @@ impl Lookups {
         timeout: Duration,
         mut reply: Reply,
     ) {
-        let find = match self.object_find(caller, key) {
+        let find = match key.tokens.is_object_keys {
+            true => self.object_find(caller, key),
+            false => Err("bad_key"),
+        };
+        let find = match find {
             Ok(find) => find,
             Err(reason) => {
                 self.held.forget(key.request_id, caller.connection);
@@ -346,9 +353,6 @@ impl Lookups {
         key: &CacheKey<'_, Prompt>,
     ) -> Result<ObjectFind, &'static str> {
         let scope = self.context.short_scope(key).map_err(|_| "bad_key")?;
-        if !key.tokens.is_object_keys {
-            return Err("bad_key");
-        }
         let workers = self.workers(key, &scope).inspect_err(|reason| {
             let (model, salt) = (scope.model_name(), scope.cache_salt());
             self.context.metrics.early_exit(model, salt, reason);
@@ -437,15 +441,16 @@ impl Lookups {
         }
     }
 
-    /// A lookup and its result in one request, which is repeated while the tiers are asked: the lookup of a client that blends. There
-    /// are no segments, so such a client has the prefix.
+    /// A lookup and its result in one request, which is repeated while the tiers are asked: the lookup of a client that blends. With
+    /// `--engine-type blend` its result also has chunks of other prompts that stand behind the prefix; else such a client has
+    /// the prefix.
     pub fn unified(
         &self,
         caller: Caller,
         key: &CacheKey<'_, Prompt>,
         tp_size: i64,
     ) -> EngineAnswer {
-        let outcome = || self.held.take_outcome(key.request_id, caller.connection);
+        let outcome = || self.held.outcome(key.request_id, caller.connection);
         let mut refused = None;
         let found = match outcome() {
             LookupOutcome::Unknown => {
@@ -459,16 +464,64 @@ impl Lookups {
             LookupOutcome::Unknown => 0,
             LookupOutcome::Hit(chunks) => chunks,
         };
-        let tokens = chunks * key.tokens.chunk_size.get();
+        let size = key.tokens.chunk_size.get();
+        let int = |tokens: usize| i64::try_from(tokens).unwrap_or(i64::MAX);
+        let Some(found) = self.segments(caller, key, chunks * size) else {
+            return EngineAnswer::nothing();
+        };
+        let _ = self.held.take_outcome(key.request_id, caller.connection);
+        let segments = found.matches.iter().map(|segment| MatchedSegment {
+            old_start: int(segment.old_start),
+            old_end: int(segment.old_start + size),
+            start: int(segment.start),
+            end: int(segment.start + size),
+            hash: segment.hash.as_bytes().to_vec().into(),
+        });
         let answer = UnifiedLookup {
-            prefix_coverage_tokens: i64::try_from(tokens).unwrap_or(i64::MAX),
-            non_prefix_segments: Vec::new(),
+            prefix_coverage_tokens: int(chunks * size),
+            non_prefix_segments: segments.collect(),
             segmented_prefix_segments: Vec::new(),
         };
         EngineAnswer {
             refused,
             ..EngineAnswer::from(Response::UnifiedLookup(answer))
         }
+    }
+
+    /// The segments behind the prefix of a lookup whose result is known; nothing while the tiers are asked.
+    fn segments(
+        &self,
+        caller: Caller,
+        key: &CacheKey<'_, Prompt>,
+        prefix: usize,
+    ) -> Option<Arc<FoundSegments>> {
+        let Some(blend) = &self.context.blend else {
+            return Some(Arc::default());
+        };
+        let (serial, alive) = match self.held.segments(key.request_id, caller.connection) {
+            SegmentsOutcome::Unknown(serial, alive) => (serial, alive),
+            SegmentsOutcome::Pending => return None,
+            SegmentsOutcome::Found(found) => return Some(found),
+        };
+        let Ok(find) = self.object_find(caller, key) else {
+            return Some(Arc::default());
+        };
+        let (tokens, chunk_size) = (&key.tokens.tokens[..], key.tokens.chunk_size);
+        let end = usize::try_from(key.end).unwrap_or(usize::MAX);
+        let scope = blend.scope(&find.rows, &find.scope, chunk_size);
+        let tokens = &tokens[..end.min(tokens.len())];
+        let matches = blend.find(&self.context, &scope, chunk_size, tokens, prefix);
+        if matches.is_empty() {
+            return Some(Arc::default());
+        }
+        let hashes = matches.iter().map(|segment| segment.hash).collect();
+        let segments = SegmentFind {
+            find: ObjectFind { hashes, ..find },
+            matches,
+            serial,
+            alive,
+        };
+        segments.run()
     }
 
     /// Result of a lookup without taking it: the next question receives it again.

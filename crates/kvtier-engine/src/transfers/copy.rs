@@ -376,7 +376,7 @@ impl InFlightCopy {
 }
 
 /// Logs and counts a transfer that failed, or was refused after it was counted as begun. Returns its metric label.
-fn failed(
+pub(super) fn failed(
     metrics: &Metrics,
     direction: Direction,
     instance: &Instance,
@@ -391,14 +391,14 @@ fn failed(
     reason(error, direction)
 }
 
-fn count_end(metrics: &Metrics, direction: Direction, instance: &Instance) {
+pub(super) fn count_end(metrics: &Metrics, direction: Direction, instance: &Instance) {
     match direction {
         Direction::Store => metrics.store(instance.device(), true),
         Direction::Retrieve => metrics.retrieve(instance.device(), true),
     }
 }
 
-fn not_held() -> Error {
+pub(super) fn not_held() -> Error {
     let message = "no lookup of its request has found these chunks, or they were evicted";
     Error::new(ErrorKind::NotHeld, message)
 }

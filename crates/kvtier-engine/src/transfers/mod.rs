@@ -13,6 +13,7 @@ mod copy;
 mod deadline;
 mod engine_driven;
 mod inline;
+mod place;
 mod prepared;
 mod refused_retrieves;
 mod skipped;
@@ -31,13 +32,15 @@ use kvtier_core::cache::GrantOrigin;
 use kvtier_core::prompt::Prompt;
 use kvtier_device::Direction;
 use kvtier_proto::key::CacheKey;
-use kvtier_proto::request::{InstanceId, Retrieve, Store};
+use kvtier_proto::request::{InstanceId, Retrieve, RetrieveMatched, Store};
 
+use super::blend::Blend;
 use super::context::Context;
 use super::lookups::Lookups;
 use super::{Caller, Reply};
 use copy::CopyRequest;
 use engine_driven::WorkerRequest;
+use place::PlaceRequest;
 pub use prepared::Grant;
 use prepared::{GRANT_TTLS, PreparedTransfers};
 use refused_retrieves::RefusedRetrieves;
@@ -185,6 +188,23 @@ impl Transfers {
             event: retrieve.event_handle,
             skip_tokens: retrieve.skip_first_n_tokens,
             started: self.context.now(),
+        };
+        request.serve(reply);
+    }
+
+    /// Writes segments into the pages of a worker.
+    pub fn place(
+        self: &Arc<Self>,
+        blend: &Blend,
+        caller: Caller,
+        retrieve: &RetrieveMatched<'_, Prompt>,
+        reply: Reply,
+    ) {
+        let request = PlaceRequest {
+            transfers: self,
+            blend,
+            caller,
+            retrieve,
         };
         request.serve(reply);
     }

@@ -176,6 +176,10 @@ impl StorePlan {
             let hashes = &self.prompt[range.chunks.clone()];
             let rows = range.rows(context);
             context.l1.cache.announce(&rows, hashes, tokens);
+            if let (Some(blend), 0) = (&context.blend, range.worker) {
+                let (scope, first) = (&range.scope, range.chunks.start);
+                blend.register(&rows, scope, range.chunk_size, first, hashes, tokens);
+            }
         }
     }
 }

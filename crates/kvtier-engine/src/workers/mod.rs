@@ -13,17 +13,19 @@ mod driver_threads;
 mod kept;
 mod registration;
 mod restore;
+mod rope;
 mod tensors;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use kvtier_common::error::Result;
+use kvtier_common::error::{Error, Result};
 use kvtier_proto::operation::Operation;
-use kvtier_proto::request::{EngineDrivenContext, InstanceId, Registration};
+use kvtier_proto::request::{EngineDrivenContext, InstanceId, Registration, RopeRegistration};
 use kvtier_proto::response::{EngineDriven, Response};
 
+use super::blend::Blend;
 use super::context::Context;
 use super::devices::Devices;
 use super::instances::{Instance, Mode};
@@ -37,6 +39,7 @@ use registration::{
     ENGINE_DRIVEN, Newcomer, PAGES, engine_driven_layout, is_same, kept_memory, log_registered,
     refused,
 };
+use rope::NewRope;
 
 /// The service of workers.
 pub struct Workers {
@@ -85,6 +88,34 @@ impl Workers {
             match instance.and_then(|instance| workers.admit(instance, request)) {
                 Ok(()) => EngineAnswer::nothing(),
                 Err(error) => refused(PAGES, id, &model_name, &error),
+            }
+        });
+    }
+
+    /// Registers how the keys of a worker's pages are rotated.
+    pub fn register_rope(
+        self: &Arc<Self>,
+        blend: &Arc<Blend>,
+        registration: &RopeRegistration<'_>,
+        reply: Reply,
+    ) {
+        let refused = |id: InstanceId, error: &Error| {
+            tracing::warn!(instance = id.0, %error, "cb_register_rope refused");
+            EngineAnswer::error(error.to_string(), "bad_rope")
+        };
+        let rope = match NewRope::read(registration) {
+            Ok(rope) => rope,
+            Err(error) => return reply.answer(refused(registration.instance, &error)),
+        };
+        let on_gpu = self.context.instances.is_on_gpu(rope.id);
+        let blend = Arc::clone(blend);
+        self.answer_with(on_gpu, reply, move |workers| {
+            match rope.open(&workers.context) {
+                Ok((instance, opened)) => {
+                    blend.insert_rope(&instance, opened);
+                    EngineAnswer::nothing()
+                }
+                Err(error) => refused(rope.id, &error),
             }
         });
     }

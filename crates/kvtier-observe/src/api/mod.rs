@@ -39,10 +39,10 @@ pub use read::from_value;
 pub use reload::{ChangedFlag, Reloaded};
 pub use series::{Metrics, MetricsReader, Series};
 pub use status::{
-    AgentSessionsStatus, EngineDrivenInstance, EvictionStatus, KernelGroup, KvCacheLayout,
-    KvEvents, L1EvictionStatus, L1Status, L2EvictionStatus, LmcacheDrivenInstance, MemoryPart,
-    PeerPortStatus, PrefetchStatus, QuotaStatus, RequestPortStatus, StateStatus, Status,
-    StorageManagerStatus, StoreStatus, WorkerLiveness,
+    AgentSessionsStatus, BlendStatus, EngineDrivenInstance, EvictionStatus, KernelGroup,
+    KvCacheLayout, KvEvents, L1EvictionStatus, L1Status, L2EvictionStatus, LmcacheDrivenInstance,
+    MemoryPart, PeerPortStatus, PrefetchStatus, QuotaStatus, RequestPortStatus, StateStatus,
+    Status, StorageManagerStatus, StoreStatus, WorkerLiveness,
 };
 pub use tiers::{
     BreakerStatus, CallsInFlight, Recovery, SerdeStatus, TierEvictionStatus, TierStatus,

@@ -35,6 +35,9 @@ pub struct Status {
     pub active_sessions: Option<usize>,
     /// Sessions of agents that are remembered.
     pub agent_sessions: AgentSessionsStatus,
+    /// Chunks that are found elsewhere than in a prefix; `None` without `--engine-type blend`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub blend: Option<BlendStatus>,
     /// Transfers in flight.
     pub pending_transfers: Option<usize>,
     /// Abandoned transfers whose memory may still be written.
@@ -372,6 +375,18 @@ pub struct AgentSessionsStatus {
     pub sessions: usize,
     /// Chunks of their last prompts.
     pub chunks: usize,
+}
+
+/// Chunks that are found elsewhere than in a prefix.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct BlendStatus {
+    /// Chunks that are known.
+    pub segments: usize,
+    /// Chunks that may be known.
+    pub max_segments: usize,
+    /// Bytes that these take.
+    pub max_bytes: usize,
 }
 
 /// Reads of L1 by peers.

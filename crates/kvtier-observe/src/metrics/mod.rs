@@ -128,6 +128,12 @@ pub struct Metrics {
     pub expired_lookups: Counter,
     /// Lookups of clients that have not proved their chunk size.
     pub unproven_lookups: Counter,
+    /// Tokens found in segments behind prefixes.
+    pub blend_matched_tokens: Counter,
+    /// Tokens of segments written into pages.
+    pub blend_placed_tokens: Counter,
+    /// Lookups of segments that took too long.
+    pub blend_late_lookups: Counter,
     exported_spans: Counter,
     span_seconds: Family<SpanLabels, HistogramWithExemplars<TraceLabels>>,
     lost_spans: Family<SpanLossLabels, Counter>,
@@ -163,6 +169,7 @@ pub struct Metrics {
     active_prefetch_jobs: Gauge,
     active_sessions: Gauge,
     agent_sessions: Gauge,
+    blend_segments: Gauge,
     registered_instances: Gauge,
     evicted_chunks: Counter,
     evicted_bytes: Counter,
@@ -202,6 +209,8 @@ pub struct Readings {
     pub sessions: u64,
     /// Sessions of agents that are remembered.
     pub agent_sessions: u64,
+    /// Chunks that are found behind prefixes.
+    pub blend_segments: u64,
     /// Lookups whose result no client has asked for yet.
     pub unread_lookups: u64,
     /// Workers registered.
@@ -375,6 +384,18 @@ impl Metrics {
                 "Objects of L1 that sessions of agents have released or demoted",
             ),
             lost_spans: own.add("trace_lost_spans", "Spans that no collector has"),
+            blend_matched_tokens: own.add(
+                "blend_matched_tokens",
+                "Tokens that lookups found behind prefixes, in chunks of other prompts",
+            ),
+            blend_placed_tokens: own.add(
+                "blend_placed_tokens",
+                "Tokens of chunks of other prompts that were written into pages",
+            ),
+            blend_late_lookups: own.add(
+                "blend_late_lookups",
+                "Lookups that were answered with their prefix alone, since finding more took too long",
+            ),
             request_connections: own.add("request_connections", "Connections to the request port"),
             request_connections_max: own.add(
                 "request_connections_max",
@@ -427,6 +448,10 @@ impl Metrics {
             ),
             active_sessions: own.add("active_sessions", "Request sessions alive"),
             agent_sessions: own.add("agent_sessions", "Sessions of agents that are remembered"),
+            blend_segments: own.add(
+                "blend_segments",
+                "Chunks that are found elsewhere than in a prefix, with --engine-type blend",
+            ),
             registered_instances: own.add("registered_instances", "Workers registered"),
             evicted_chunks: own.add("l1_evicted_chunks", "Objects evicted from L1"),
             evicted_bytes: own.add("l1_evicted_bytes", "Bytes evicted from L1"),
@@ -715,6 +740,7 @@ impl Metrics {
         set(&self.active_prefetch_jobs, readings.unread_lookups);
         set(&self.active_sessions, readings.sessions);
         set(&self.agent_sessions, readings.agent_sessions);
+        set(&self.blend_segments, readings.blend_segments);
         set(&self.registered_instances, readings.instances);
         // The engine's own totals are the truth; the counters here only follow them.
         for (counter, total) in [

@@ -13,13 +13,14 @@ mod table;
 mod tests;
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use kvtier_common::sync::Mutex;
 use kvtier_core::cache::PrefixLease;
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prefetch::Cell;
+use kvtier_core::segments::SegmentMatch;
 use kvtier_core::{ChunkHash, Namespace};
 use kvtier_proto::request::InstanceId;
 use tokio::sync::watch;
@@ -61,6 +62,39 @@ pub struct HeldLookup {
     pub created: Duration,
     /// What happens to its agent's session when it ends.
     pub at_end: Option<AtEnd>,
+    /// What it has beside its prefix.
+    pub segments: HeldSegments,
+}
+
+/// The segments that a lookup has beside its prefix.
+#[derive(Default)]
+pub enum HeldSegments {
+    /// They are not looked for.
+    #[default]
+    Unknown,
+    /// They are looked for, while this lives.
+    Pending(Weak<()>),
+    /// These, leased until the lookup is dropped or replaced.
+    Found(Arc<FoundSegments>),
+}
+
+/// Segments that were found, in the order of the prompt.
+#[derive(Default)]
+pub struct FoundSegments {
+    /// What they are, and where they go.
+    pub matches: Vec<SegmentMatch>,
+    /// The lease on their objects.
+    pub _lease: Option<PrefixLease<L1Allocator>>,
+}
+
+/// What is known of the segments of a lookup.
+pub enum SegmentsOutcome {
+    /// Nothing: they are to be looked for, for the lookup of this serial. Others wait while this lives.
+    Unknown(u64, Arc<()>),
+    /// The tiers are still being asked.
+    Pending,
+    /// What was found.
+    Found(Arc<FoundSegments>),
 }
 
 impl HeldLookup {
@@ -196,6 +230,50 @@ impl HeldLookups {
         }
         known(entry);
         LookupOutcome::Hit(entry.lookup.hit_chunks)
+    }
+
+    /// The segments of a request's lookup whose result is known and was not taken.
+    pub fn segments(&self, request_id: &str, connection: u64) -> SegmentsOutcome {
+        let mut table = self.table.lock();
+        let Some(entry) = table.own(request_id, connection, |entry| entry.unread) else {
+            return SegmentsOutcome::Found(Arc::default());
+        };
+        // A lookup that was refused has no rows.
+        if entry.lookup.lease.rows().is_empty() {
+            return SegmentsOutcome::Found(Arc::default());
+        }
+        match &entry.lookup.segments {
+            HeldSegments::Found(found) => SegmentsOutcome::Found(Arc::clone(found)),
+            HeldSegments::Pending(alive) if alive.strong_count() > 0 => SegmentsOutcome::Pending,
+            // A panic has ended the search.
+            HeldSegments::Pending(_) => SegmentsOutcome::Found(Arc::default()),
+            HeldSegments::Unknown => {
+                let alive = Arc::new(());
+                entry.lookup.segments = HeldSegments::Pending(Arc::downgrade(&alive));
+                SegmentsOutcome::Unknown(entry.serial, alive)
+            }
+        }
+    }
+
+    /// Sets the segments of a lookup. If it was removed, what they lease is released.
+    pub fn set_segments(&self, request_id: &str, serial: u64, found: Arc<FoundSegments>) {
+        let mut table = self.table.lock();
+        let entries = table.by_request.get_mut(request_id);
+        let mut entries = entries.into_iter().flatten();
+        if let Some(entry) = entries.find(|entry| entry.serial == serial) {
+            entry.lookup.segments = HeldSegments::Found(found);
+        }
+    }
+
+    /// The segments that a worker may read by a request's lookup.
+    pub fn segments_of(&self, request_id: &str, scope: &KeyScope) -> Option<Arc<FoundSegments>> {
+        let table = self.table.lock();
+        let entries = table.by_request.get(request_id)?.iter();
+        let own = entries.filter(|entry| same_scope(&entry.lookup.scope, scope));
+        own.rev().find_map(|entry| match &entry.lookup.segments {
+            HeldSegments::Found(found) => Some(Arc::clone(found)),
+            _ => None,
+        })
     }
 
     /// The namespaces, one per object group, in which a worker of `kv_rank` and this layout may read these chunks by a
@@ -360,7 +438,11 @@ impl HeldLookups {
         let mut released = 0;
         for entry in table.by_request.values_mut().flatten() {
             let lookup = &entry.lookup;
-            if lookup.created < limit && !lookup.until_end && !lookup.lease.is_empty() {
+            if lookup.created >= limit || lookup.until_end {
+                continue;
+            }
+            entry.lookup.segments = HeldSegments::Unknown;
+            if !entry.lookup.lease.is_empty() {
                 let (rows, hit) = (entry.lookup.lease.rows().len(), entry.lookup.hit_chunks);
                 released += entry.lookup.lease.release_range(0..rows, 0..hit);
             }

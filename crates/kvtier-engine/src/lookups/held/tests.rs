@@ -40,6 +40,7 @@ fn scope() -> KeyScope {
 fn found(cache: &Cache<L1Allocator>, readers: u16) -> HeldLookup {
     HeldLookup {
         at_end: None,
+        segments: HeldSegments::Unknown,
         scope: scope(),
         connection: 7,
         prompt: HASHES.into(),
