@@ -38,6 +38,8 @@ const VACANT: u32 = u32::MAX;
 
 /// Bytes of the tokens, within a scope.
 type Content = [u8; 16];
+/// Fingerprints and the contents that were compared with their windows.
+type Compared = HashSet<(u64, Content)>;
 
 /// What must be equal for text to be the same segment: model, groups and layouts of rank 0, tenant, chunk size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -93,13 +95,6 @@ struct Entry {
     chunk: u32,
     /// Upper half of the fingerprint.
     tag: u32,
-}
-
-/// Entry of the index that may match a window.
-struct Candidate {
-    window: usize,
-    number: u32,
-    entry: Entry,
 }
 
 /// Segment index of one server.
@@ -193,36 +188,39 @@ impl Segments {
         let count = (tokens.len() + 1).saturating_sub(chunk_size);
         let (mut fingerprints, mut candidates) = (Vec::new(), Vec::new());
         // What was compared is not compared again: text may repeat itself at every token.
-        let mut compared = HashSet::default();
-        let mut free_from = from;
-        for begin in (from..count).step_by(SLICE) {
-            if begin > from && !may_go_on() {
+        let mut compared = Compared::default();
+        let (mut begin, mut at) = (from, from);
+        while at < count {
+            if at > from && !may_go_on() {
                 return None;
             }
+            begin = begin.max(at);
             let end = count.min(begin + SLICE);
             windows.roll(&tokens[begin..end + chunk_size - 1], &mut fingerprints);
-            self.index.read().lookup(&fingerprints, &mut candidates);
-            for Candidate {
-                window,
-                number,
-                entry,
-            } in candidates.drain(..)
-            {
-                let (start, content) = (begin + window, entry.content);
-                if start < free_from || !compared.insert((fingerprints[window], content)) {
-                    continue;
+            while at < end {
+                let searched = &fingerprints[at - begin..];
+                let window = self
+                    .index
+                    .read()
+                    .lookup(searched, &compared, &mut candidates);
+                at += window;
+                let mut step = 1;
+                for (number, entry) in candidates.drain(..) {
+                    compared.insert((searched[window], entry.content));
+                    if windows.content(&tokens[at..at + chunk_size]) == entry.content {
+                        step = chunk_size;
+                        found.push(SegmentMatch {
+                            hash: entry.hash,
+                            old_start: entry.chunk as usize * chunk_size,
+                            start: at,
+                            number,
+                            content: entry.content,
+                        });
+                    }
                 }
-                if windows.content(&tokens[start..start + chunk_size]) == content {
-                    free_from = start + chunk_size;
-                    found.push(SegmentMatch {
-                        hash: entry.hash,
-                        old_start: entry.chunk as usize * chunk_size,
-                        start,
-                        number,
-                        content,
-                    });
-                }
+                at += step;
             }
+            begin = end;
         }
         Some(found)
     }
@@ -343,11 +341,9 @@ impl Windows {
     fn hash(&self, tokens: &[u32]) -> u64 {
         let (groups, rest) = tokens.as_chunks::<TERMS>();
         let whole = groups.iter().fold(0, |hash, group| {
-            let mut sum = u128::from(hash) * u128::from(self.powers[TERMS]);
-            for (token, power) in group.iter().zip(self.powers[..TERMS].iter().rev()) {
-                sum += u128::from(*token) * u128::from(*power);
-            }
-            reduce(sum)
+            let terms = group.iter().zip(self.powers[..TERMS].iter().rev());
+            let terms = terms.map(|(token, power)| u128::from(*token) * u128::from(*power));
+            reduce(terms.sum::<u128>() + u128::from(hash) * u128::from(self.powers[TERMS]))
         });
         let step = |hash, token: &u32| {
             reduce(u128::from(hash) * u128::from(self.powers[1]) + u128::from(*token))
@@ -363,31 +359,58 @@ impl Windows {
 
     /// Fingerprints of all windows of these tokens.
     fn roll(&self, tokens: &[u32], fingerprints: &mut Vec<u64>) {
+        let steps = tokens.len() - self.size;
         fingerprints.clear();
-        let mut hash = self.hash(&tokens[..self.size]);
-        fingerprints.push(self.fingerprint(hash));
-        for (leaving, entering) in tokens.iter().zip(&tokens[self.size..]) {
-            hash = reduce(
-                u128::from(hash) * u128::from(self.powers[1])
-                    + u128::from(*leaving) * u128::from(self.leaving)
-                    + u128::from(*entering),
-            );
-            fingerprints.push(self.fingerprint(hash));
+        fingerprints.resize(steps + 1, 0);
+        // Two halves at once, since each hash waits for the one before.
+        let half = steps / 2;
+        let middle = steps - half;
+        let [mut hash, mut other] =
+            [0, middle].map(|start| self.hash(&tokens[start..start + self.size]));
+        fingerprints[0] = self.fingerprint(hash);
+        fingerprints[middle] = self.fingerprint(other);
+        let (first, second) = fingerprints.split_at_mut(middle + 1);
+        let rolls = |start: usize| tokens[start..].iter().zip(&tokens[start + self.size..]);
+        let places = first[1..=half].iter_mut().zip(second);
+        for ((to, to_other), (roll, other_roll)) in places.zip(rolls(0).zip(rolls(middle))) {
+            hash = self.rolled(hash, roll);
+            other = self.rolled(other, other_roll);
+            *to = self.fingerprint(hash);
+            *to_other = self.fingerprint(other);
         }
     }
 
+    /// Hash of the next window.
+    fn rolled(&self, hash: u64, (leaving, entering): (&u32, &u32)) -> u64 {
+        reduce(
+            u128::from(hash) * u128::from(self.powers[1])
+                + u128::from(*leaving) * u128::from(self.leaving)
+                + u128::from(*entering),
+        )
+    }
+
+    /// The first 128 bits of a keyed BLAKE3 of the tokens: of the low 16 bits of each, the next 8, and the last 8 unless all are
+    /// 0. All 4 bytes of each would take a third longer.
     fn content(&self, tokens: &[u32]) -> Content {
+        let all = tokens.iter().fold(0, |all, token| all | token);
+        let width = if all >> 24 == 0 { 3 } else { 4 };
         let mut hasher = blake3::Hasher::new_keyed(&self.content_key);
         // Pieces on the stack: many small updates would cost more than the hash.
         let mut bytes = [0; 1024];
         for piece in tokens.chunks(bytes.len() / 4) {
-            for (to, token) in bytes.chunks_exact_mut(4).zip(piece) {
-                to.copy_from_slice(&token.to_le_bytes());
+            let (low, high) = bytes.split_at_mut(piece.len() * 2);
+            for (to, token) in low.as_chunks_mut().0.iter_mut().zip(piece) {
+                *to = (*token as u16).to_le_bytes();
             }
-            hasher.update(&bytes[..piece.len() * 4]);
+            for (part, shift) in high.chunks_exact_mut(piece.len()).zip([16, 24]) {
+                for (to, token) in part.iter_mut().zip(piece) {
+                    *to = (token >> shift) as u8;
+                }
+            }
+            hasher.update(&bytes[..piece.len() * width]);
         }
         let mut content = [0; 16];
-        hasher.finalize_xof().fill(&mut content);
+        content.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
         content
     }
 }
@@ -489,17 +512,29 @@ impl Index {
         is_equal || !has_end
     }
 
-    fn lookup(&self, fingerprints: &[u64], candidates: &mut Vec<Candidate>) {
+    /// Finds the first window with candidates that were not compared yet; the number of windows if there is none.
+    fn lookup(
+        &self,
+        fingerprints: &[u64],
+        compared: &Compared,
+        candidates: &mut Vec<(u32, Entry)>,
+    ) -> usize {
         for (window, fingerprint) in fingerprints.iter().enumerate() {
             let tag = tag(*fingerprint);
-            if self.may_have(tag) {
-                candidates.extend(self.numbers(tag).map(|number| Candidate {
-                    window,
-                    number: number as u32,
-                    entry: self.entries[number],
-                }));
+            if !self.may_have(tag) {
+                continue;
+            }
+            let entries = self
+                .numbers(tag)
+                .map(|number| (number as u32, self.entries[number]));
+            candidates.extend(
+                entries.filter(|(_, entry)| !compared.contains(&(*fingerprint, entry.content))),
+            );
+            if !candidates.is_empty() {
+                return window;
             }
         }
+        fingerprints.len()
     }
 
     fn number_of(&self, entry: &Entry) -> Option<usize> {
