@@ -204,7 +204,7 @@ impl Segments {
                     .read()
                     .lookup(searched, &compared, &mut candidates);
                 at += window;
-                let mut step = 1;
+                let mut step = candidates.len().min(1);
                 for (number, entry) in candidates.drain(..) {
                     compared.insert((searched[window], entry.content));
                     if windows.content(&tokens[at..at + chunk_size]) == entry.content {
