@@ -10,7 +10,6 @@ use std::time::Instant;
 const CHUNK: usize = 256;
 /// Chunks per registration, a store of 16,384 tokens.
 const STORED: usize = 64;
-const MATCHES: usize = 512;
 
 /// Tokens that no other number has.
 fn text(number: u64, tokens: usize) -> Vec<u32> {
@@ -91,15 +90,14 @@ fn main() {
         );
         println!("  registering         {filling:.0} ns per segment while the index fills");
         let other = text(texts + 1_000_000, tokens);
-        // A third of each text matches, at places that are no multiples of the chunk.
+        // Texts of the scope, at places that are no multiples of the chunk.
         let mut mixed = text(texts + 2_000_000, 100);
         for part in (0..texts)
             .step_by(scopes.len())
-            .take(MATCHES * CHUNK / (STORED * CHUNK))
+            .take(tokens / (STORED * CHUNK))
         {
             mixed.extend(text(part, STORED * CHUNK));
         }
-        mixed.truncate(tokens);
         for (name, prompt) in [("no match", &other), ("matches everywhere", &mixed)] {
             let mut matches = 0;
             let mut nanoseconds: Vec<_> = (0..repeats)

@@ -7,7 +7,8 @@
 //! | part | bytes per segment | |
 //! | --- | --- | --- |
 //! | ring of entries | 56 | the oldest is overwritten; memory is touched as it fills |
-//! | table of their numbers | 7.5 | open addressing with linear probing; removal shifts entries back and leaves no tombstone |
+//! | table of their numbers | 6.25 | open addressing with linear probing; removal shifts entries back and leaves no tombstone |
+//! | filter | 1.6 | a byte per slot of the table, which keeps nearly all windows from the table and its cache misses |
 //! | bitmap of changes | 1/8 | which records differ from the file |
 //!
 //! The lock guards the index alone: hashes are computed before it is acquired, and nothing is acquired inside.
@@ -29,8 +30,6 @@ const TERMS: usize = 8;
 const SLICE: usize = 4096;
 /// Segments inserted per acquisition of the lock.
 const BATCH: usize = 64;
-/// Slots of the table that one look compares.
-const GROUP: usize = 8;
 /// Most segments of an index: numbers of entries leave bits for fingerprints in the table's slots.
 const MAX_CAPACITY: usize = 1 << 28;
 /// Chunk number of an entry that holds no segment.
@@ -111,8 +110,8 @@ impl Segments {
     /// Bytes of a record in the file.
     pub const RECORD_BYTES: usize = 72;
 
-    /// An empty index of `capacity` segments (at most 2^28). Equal secrets find the same segments in a restored index; with
-    /// a secret, texts whose fingerprints collide could be computed.
+    /// An empty index of `capacity` segments, at most 2^28. Records are restored only under the secret they were made with.
+    /// Texts with equal fingerprints, which cost time, can be computed from it alone.
     pub fn new(secret: [u8; 32], capacity: usize) -> Self {
         let capacity = capacity.min(MAX_CAPACITY);
         let mut keys = blake3::Hasher::new_derive_key(CONTEXT)
@@ -199,10 +198,9 @@ impl Segments {
             windows.roll(&tokens[begin..end + chunk_size - 1], &mut fingerprints);
             while at < end {
                 let searched = &fingerprints[at - begin..];
-                let window = self
-                    .index
-                    .read()
-                    .lookup(searched, &compared, &mut candidates);
+                let index = self.index.read();
+                let window = index.lookup(searched, &compared, &mut candidates);
+                drop(index);
                 at += window;
                 let mut step = candidates.len().min(1);
                 for (number, entry) in candidates.drain(..) {
@@ -244,6 +242,7 @@ impl Segments {
             capacity: self.capacity,
             bytes: self.capacity * size_of::<Entry>()
                 + size_of_val(&*index.slots)
+                + size_of_val(&*index.filter)
                 + size_of_val(&*index.changed),
         }
     }
@@ -305,15 +304,15 @@ impl Segments {
         keys.fill(&mut mix);
         let mut powers = [1; TERMS + 1];
         for at in 0..TERMS {
-            powers[at + 1] = reduce(u128::from(powers[at]) * u128::from(self.base));
+            powers[at + 1] = product(powers[at], self.base);
         }
-        let mut leaving = 1;
-        let mut square = self.base;
-        for bit in 0..usize::BITS {
-            if chunk_size >> bit & 1 == 1 {
-                leaving = reduce(u128::from(leaving) * u128::from(square));
+        let (mut leaving, mut square, mut rest) = (1, self.base, chunk_size);
+        while rest > 0 {
+            if rest % 2 == 1 {
+                leaving = product(leaving, square);
             }
-            square = reduce(u128::from(square) * u128::from(square));
+            square = product(square, square);
+            rest /= 2;
         }
         Windows {
             size: chunk_size,
@@ -429,6 +428,10 @@ fn reduce(number: u128) -> u64 {
     folded - if folded >= PRIME { PRIME } else { 0 }
 }
 
+fn product(a: u64, b: u64) -> u64 {
+    reduce(u128::from(a) * u128::from(b))
+}
+
 fn tag(fingerprint: u64) -> u32 {
     (fingerprint >> 32) as u32
 }
@@ -445,19 +448,23 @@ struct Index {
     slots: Vec<u32>,
     /// Bits of the entry's number in a slot.
     number_bits: u32,
+    /// For each slot, which of eight parts of its tags the table holds.
+    filter: Vec<u8>,
     /// A bit per entry that differs from its record in the file.
     changed: Vec<u64>,
 }
 
 impl Index {
     fn new(capacity: usize) -> Self {
+        let slots = capacity * 25 / 16 + 1;
         Self {
             capacity,
             entries: Vec::with_capacity(capacity),
             next: 0,
             live: 0,
-            slots: vec![0; capacity * 15 / 8 + 1],
+            slots: vec![0; slots],
             number_bits: (capacity + 1).next_power_of_two() as u32 - 1,
+            filter: vec![0; slots],
             changed: vec![0; capacity.div_ceil(64)],
         }
     }
@@ -498,18 +505,10 @@ impl Index {
             .filter(move |number| self.entries[*number].tag == tag)
     }
 
-    /// Whether an entry may have this tag. Nearly all answers are no, by one group without a branch.
-    fn may_have(&self, tag: u32) -> bool {
+    /// Byte of the filter and bit in it for a tag. Only tags with one home share them.
+    fn filter_bit(&self, tag: u32) -> (usize, u8) {
         let (home, bits) = self.home(tag);
-        let Some(group) = self.slots[home..].first_chunk::<GROUP>() else {
-            return true;
-        };
-        let (mut is_equal, mut has_end) = (false, false);
-        for slot in group {
-            is_equal |= slot & !self.number_bits == bits;
-            has_end |= *slot == 0;
-        }
-        is_equal || !has_end
+        (home, 1 << (bits >> 29))
     }
 
     /// Finds the first window with candidates that were not compared yet; the number of windows if there is none.
@@ -521,7 +520,8 @@ impl Index {
     ) -> usize {
         for (window, fingerprint) in fingerprints.iter().enumerate() {
             let tag = tag(*fingerprint);
-            if !self.may_have(tag) {
+            let (byte, bit) = self.filter_bit(tag);
+            if self.filter[byte] & bit == 0 {
                 continue;
             }
             let entries = self
@@ -572,6 +572,8 @@ impl Index {
             slot = self.after(slot);
         }
         self.slots[slot] = bits | (number as u32 + 1);
+        let (byte, bit) = self.filter_bit(entry.tag);
+        self.filter[byte] |= bit;
         self.live += 1;
     }
 
@@ -582,13 +584,16 @@ impl Index {
         }
         self.entries[number].chunk = VACANT;
         self.live -= 1;
-        let home = self.home(self.entries[number].tag).0;
-        let place = self
-            .cluster(home)
-            .find(|(_, slot)| self.number(*slot) == number);
-        let Some((mut hole, _)) = place else {
-            return;
-        };
+        let (home, bit) = self.filter_bit(self.entries[number].tag);
+        let (mut hole, mut is_shared) = (home, false);
+        for (slot, content) in self.cluster(home) {
+            let other = self.number(content);
+            hole = if other == number { slot } else { hole };
+            is_shared |= other != number && self.filter_bit(self.entries[other].tag) == (home, bit);
+        }
+        if !is_shared {
+            self.filter[home] &= !bit;
+        }
         let len = self.slots.len();
         let distance = |from: usize, to: usize| {
             if to >= from {

@@ -84,15 +84,16 @@ fn register_both(
 /// Checks that the table has each segment once, where it is found, and nothing else.
 fn check(segments: &Segments) {
     let index = segments.index.read();
-    let mut live = 0;
+    let (mut live, mut filter) = (0, vec![0; index.filter.len()]);
     for (number, entry) in index.entries.iter().enumerate() {
         if entry.chunk != VACANT {
             live += 1;
             assert_eq!(index.numbers(entry.tag).filter(|n| *n == number).count(), 1);
-            assert!(index.may_have(entry.tag));
+            let (byte, bit) = index.filter_bit(entry.tag);
+            filter[byte] |= bit;
         }
     }
-    assert_eq!(index.live, live);
+    assert_eq!((index.live, &index.filter), (live, &filter));
     assert_eq!(index.slots.iter().filter(|slot| **slot != 0).count(), live);
 }
 
