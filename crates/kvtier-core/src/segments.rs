@@ -6,7 +6,8 @@
 //!
 //! | part | bytes per segment | |
 //! | --- | --- | --- |
-//! | ring of entries | 56 | the oldest is overwritten; memory is touched as it fills |
+//! | ring of entries | 52 | the oldest is overwritten; memory is touched as it fills |
+//! | their tags | 4 | upper halves of fingerprints, apart from the entries so that they are near each other |
 //! | table of their numbers | 6.25 | open addressing with linear probing; removal shifts entries back and leaves no tombstone |
 //! | filter | 1.6 | a byte per slot of the table, which keeps nearly all windows from the table and its cache misses |
 //! | bitmap of changes | 1/8 | which records differ from the file |
@@ -86,14 +87,12 @@ pub struct SegmentStats {
     pub bytes: usize,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy)]
 struct Entry {
     hash: ChunkHash,
     content: Content,
     /// Number of the chunk in its prompt, or [`VACANT`].
     chunk: u32,
-    /// Upper half of the fingerprint.
-    tag: u32,
 }
 
 /// Segment index of one server.
@@ -149,11 +148,13 @@ impl Segments {
         let chunks = (first..).zip(hashes).zip(tokens.chunks_exact(chunk_size));
         let mut entries = chunks.filter_map(|((number, hash), tokens)| {
             let chunk = u32::try_from(number).ok()?;
-            (chunk != 0 && chunk != VACANT).then(|| Entry {
-                hash: *hash,
-                content: windows.content(tokens),
-                chunk,
-                tag: tag(windows.fingerprint(windows.hash(tokens))),
+            (chunk != 0 && chunk != VACANT).then(|| {
+                let entry = Entry {
+                    hash: *hash,
+                    content: windows.content(tokens),
+                    chunk,
+                };
+                (tag(windows.fingerprint(windows.hash(tokens))), entry)
             })
         });
         let mut batch = Vec::with_capacity(BATCH);
@@ -163,8 +164,8 @@ impl Segments {
                 return;
             }
             let mut index = self.index.write();
-            for entry in batch.drain(..) {
-                index.register(entry);
+            for (tag, entry) in batch.drain(..) {
+                index.register(tag, entry);
             }
         }
     }
@@ -240,7 +241,7 @@ impl Segments {
         SegmentStats {
             segments: index.live,
             capacity: self.capacity,
-            bytes: self.capacity * size_of::<Entry>()
+            bytes: self.capacity * (size_of::<Entry>() + size_of::<u32>())
                 + size_of_val(&*index.slots)
                 + size_of_val(&*index.filter)
                 + size_of_val(&*index.changed),
@@ -251,20 +252,20 @@ impl Segments {
     /// records. One that is not written is missing or old after a restart, which does no harm.
     pub fn take_changes(&self, max: usize) -> Vec<(usize, [u8; Self::RECORD_BYTES])> {
         let changes = self.index.write().take_changes(max);
-        let encode = |(place, sequence, entry)| (place, self.encode(sequence, &entry));
+        let encode = |(place, sequence, tag, entry)| (place, self.encode(sequence, tag, &entry));
         changes.into_iter().map(encode).collect()
     }
 
     /// Restores the record at a place of the file. Records that are torn, of another secret or too old are ignored; those
     /// of another capacity get the places of this one. Returns whether the record holds a segment that was restored.
     pub fn restore(&self, place: usize, bytes: &[u8]) -> bool {
-        let Some((sequence, entry)) = self.decode(bytes) else {
+        let Some((sequence, tag, entry)) = self.decode(bytes) else {
             return false;
         };
-        self.capacity > 0 && self.index.write().restore(place, sequence, entry)
+        self.capacity > 0 && self.index.write().restore(place, sequence, tag, entry)
     }
 
-    fn encode(&self, sequence: u64, entry: &Entry) -> [u8; Self::RECORD_BYTES] {
+    fn encode(&self, sequence: u64, tag: u32, entry: &Entry) -> [u8; Self::RECORD_BYTES] {
         let mut bytes = [0; Self::RECORD_BYTES];
         if entry.chunk == VACANT {
             return bytes;
@@ -273,13 +274,13 @@ impl Segments {
         bytes[8..40].copy_from_slice(&entry.hash.0);
         bytes[40..56].copy_from_slice(&entry.content);
         bytes[56..60].copy_from_slice(&entry.chunk.to_le_bytes());
-        bytes[60..64].copy_from_slice(&entry.tag.to_le_bytes());
+        bytes[60..64].copy_from_slice(&tag.to_le_bytes());
         let check = blake3::keyed_hash(&self.record_key, &bytes[..64]);
         bytes[64..].copy_from_slice(&check.as_bytes()[..8]);
         bytes
     }
 
-    fn decode(&self, bytes: &[u8]) -> Option<(u64, Entry)> {
+    fn decode(&self, bytes: &[u8]) -> Option<(u64, u32, Entry)> {
         let bytes: &[u8; Self::RECORD_BYTES] = bytes.try_into().ok()?;
         let (body, check) = bytes.split_at(64);
         if blake3::keyed_hash(&self.record_key, body).as_bytes()[..8] != *check {
@@ -289,9 +290,9 @@ impl Segments {
             hash: ChunkHash(body[8..40].try_into().ok()?),
             content: body[40..56].try_into().ok()?,
             chunk: word(&body[56..]) as u32,
-            tag: (word(&body[56..]) >> 32) as u32,
         };
-        (entry.chunk != VACANT).then_some((word(body), entry))
+        let tag = (word(&body[56..]) >> 32) as u32;
+        (entry.chunk != VACANT).then_some((word(body), tag, entry))
     }
 
     fn windows(&self, scope: &SegmentScope, chunk_size: usize) -> Windows {
@@ -440,6 +441,7 @@ fn tag(fingerprint: u64) -> u32 {
 struct Index {
     capacity: usize,
     entries: Vec<Entry>,
+    tags: Vec<u32>,
     /// Sequence number of the next segment. Its entry is the remainder by the capacity.
     next: u64,
     /// Entries that hold a segment.
@@ -460,6 +462,7 @@ impl Index {
         Self {
             capacity,
             entries: Vec::with_capacity(capacity),
+            tags: Vec::with_capacity(capacity),
             next: 0,
             live: 0,
             slots: vec![0; slots],
@@ -502,7 +505,7 @@ impl Index {
         self.cluster(home)
             .filter(move |(_, slot)| slot & !self.number_bits == bits)
             .map(|(_, slot)| self.number(slot))
-            .filter(move |number| self.entries[*number].tag == tag)
+            .filter(move |number| self.tags[*number] == tag)
     }
 
     /// Byte of the filter and bit in it for a tag. Only tags with one home share them.
@@ -537,25 +540,25 @@ impl Index {
         fingerprints.len()
     }
 
-    fn number_of(&self, entry: &Entry) -> Option<usize> {
-        self.numbers(entry.tag)
+    fn number_of(&self, tag: u32, entry: &Entry) -> Option<usize> {
+        self.numbers(tag)
             .find(|number| self.entries[*number].content == entry.content)
     }
 
-    fn register(&mut self, entry: Entry) {
-        if let Some(number) = self.number_of(&entry) {
+    fn register(&mut self, tag: u32, entry: Entry) {
+        if let Some(number) = self.number_of(tag, &entry) {
             self.entries[number] = entry;
             self.mark(number);
         } else {
             let number = (self.next % self.capacity as u64) as usize;
-            self.put(number, entry);
+            self.put(number, tag, entry);
             self.mark(number);
             self.next += 1;
         }
     }
 
     /// Puts a new segment into the place of an entry.
-    fn put(&mut self, number: usize, entry: Entry) {
+    fn put(&mut self, number: usize, tag: u32, entry: Entry) {
         if number < self.entries.len() {
             self.unlink(number);
         } else {
@@ -564,15 +567,17 @@ impl Index {
                 ..entry
             };
             self.entries.resize(number + 1, vacant);
+            self.tags.resize(number + 1, 0);
         }
         self.entries[number] = entry;
-        let (home, bits) = self.home(entry.tag);
+        self.tags[number] = tag;
+        let (home, bits) = self.home(tag);
         let mut slot = home;
         while self.slots[slot] != 0 {
             slot = self.after(slot);
         }
         self.slots[slot] = bits | (number as u32 + 1);
-        let (byte, bit) = self.filter_bit(entry.tag);
+        let (byte, bit) = self.filter_bit(tag);
         self.filter[byte] |= bit;
         self.live += 1;
     }
@@ -584,12 +589,12 @@ impl Index {
         }
         self.entries[number].chunk = VACANT;
         self.live -= 1;
-        let (home, bit) = self.filter_bit(self.entries[number].tag);
+        let (home, bit) = self.filter_bit(self.tags[number]);
         let (mut hole, mut is_shared) = (home, false);
         for (slot, content) in self.cluster(home) {
             let other = self.number(content);
             hole = if other == number { slot } else { hole };
-            is_shared |= other != number && self.filter_bit(self.entries[other].tag) == (home, bit);
+            is_shared |= other != number && self.filter_bit(self.tags[other]) == (home, bit);
         }
         if !is_shared {
             self.filter[home] &= !bit;
@@ -604,7 +609,7 @@ impl Index {
         };
         let mut at = self.after(hole);
         while self.slots[at] != 0 {
-            let tag = self.entries[self.number(self.slots[at])].tag;
+            let tag = self.tags[self.number(self.slots[at])];
             if distance(self.home(tag).0, at) >= distance(hole, at) {
                 self.slots[hole] = self.slots[at];
                 hole = at;
@@ -618,7 +623,7 @@ impl Index {
         self.changed[number / 64] |= 1 << (number % 64);
     }
 
-    fn take_changes(&mut self, max: usize) -> Vec<(usize, u64, Entry)> {
+    fn take_changes(&mut self, max: usize) -> Vec<(usize, u64, u32, Entry)> {
         let mut changes = Vec::new();
         let capacity = self.capacity as u64;
         for (word, base) in self.changed.iter_mut().zip((0..).step_by(64)) {
@@ -628,16 +633,16 @@ impl Index {
                 // The last sequence number so far that leaves this remainder.
                 let age = (self.next + capacity - 1 - number as u64) % capacity;
                 let sequence = self.next.saturating_sub(age + 1);
-                changes.push((number, sequence, self.entries[number]));
+                changes.push((number, sequence, self.tags[number], self.entries[number]));
             }
         }
         changes
     }
 
-    fn restore(&mut self, place: usize, sequence: u64, entry: Entry) -> bool {
+    fn restore(&mut self, place: usize, sequence: u64, tag: u32, entry: Entry) -> bool {
         let capacity = self.capacity as u64;
         let is_old = sequence.saturating_add(capacity) < self.next;
-        if is_old || sequence >> 62 != 0 || self.number_of(&entry).is_some() {
+        if is_old || sequence >> 62 != 0 || self.number_of(tag, &entry).is_some() {
             return false;
         }
         let number = (sequence % capacity) as usize;
@@ -645,7 +650,7 @@ impl Index {
         if sequence < self.next && self.entries.get(number).is_some_and(is_taken) {
             return false;
         }
-        self.put(number, entry);
+        self.put(number, tag, entry);
         if number != place {
             self.mark(number);
         }
