@@ -270,7 +270,9 @@ mod tests {
     use super::*;
     use crate::plan::ChunkRequest;
     use crate::spec::TensorSpec;
-    use crate::{BlockTable, Engine, LayoutHints};
+    use crate::{
+        BlockTable, Engine, GroupRope, KvQuant, LayoutHints, PromptBlocks, Rope, SegmentCopy,
+    };
 
     const CHUNK: u64 = 4 << 20;
 
@@ -344,6 +346,44 @@ mod tests {
         assert_eq!(written(&segment), 2 * BATCH_BYTES);
         // With time left, every byte is written.
         assert_eq!(memory.copy_all(&transfer, || start).unwrap(), CHUNK);
+        assert_eq!(written(&segment), CHUNK);
+    }
+
+    #[test]
+    fn paused_placement_writes_no_batch_after_its_deadline() {
+        let start = Instant::now();
+        let (segment, memory, transfer) = case(start + Duration::from_secs(5));
+        let groups = vec![GroupRope {
+            table: None,
+            window: [0, 0],
+            head_size: 0,
+            neox: true,
+            quant: KvQuant::None,
+        }];
+        let placement = Placement {
+            arena: transfer.arena,
+            blocks: PromptBlocks::check(&memory.layout, &[[1i64]]).unwrap(),
+            // A row is a batch.
+            segments: vec![SegmentCopy {
+                object_group: 0,
+                extent: transfer.chunks[0].extent,
+                old_start: 7,
+                start: 0,
+                tokens: 16,
+            }],
+            rope: Arc::new(Rope::check(&memory.layout, Vec::new(), groups).unwrap()),
+            deadline: transfer.deadline,
+            event: Vec::new(),
+        };
+        let clock_reads = Cell::new(0);
+        let clock = || {
+            clock_reads.set(clock_reads.get() + 1);
+            start + Duration::from_secs(if clock_reads.get() < 3 { 1 } else { 3600 })
+        };
+        let end = memory.place_all(&placement, clock);
+        assert!(matches!(end, Err(DeviceError::DeadlinePassed)), "{end:?}");
+        assert_eq!(written(&segment), 2 * BATCH_BYTES);
+        assert_eq!(memory.place_all(&placement, || start).unwrap(), CHUNK);
         assert_eq!(written(&segment), CHUNK);
     }
 

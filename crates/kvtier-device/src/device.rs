@@ -14,6 +14,8 @@ use crate::error::{LayoutError, PlanError};
 use crate::layout::KvLayout;
 use crate::placement::Placement;
 use crate::plan::{ChunkRequest, Direction};
+use crate::rope::RopeTable;
+use crate::spec::TensorSpec;
 
 /// Backend for one kind of engine memory.
 pub trait Device: Send + Sync {
@@ -25,6 +27,18 @@ pub trait Device: Send + Sync {
     /// # Errors
     /// A memory of another kind, one that cannot be opened, or one smaller than its tensors need.
     fn open(&self, layout: Arc<KvLayout>) -> Result<Box<dyn EngineMemory>, DeviceError>;
+
+    /// Copies a cos/sin cache: a tensor `[positions, width]`, as vLLM's, of 16 or 32 bits per element. Its memory is open
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// Another shape or dtype, more than 1 GiB as `f32`, or memory that cannot be opened or read.
+    fn read_rope_table(&self, tensor: &TensorSpec) -> Result<RopeTable, DeviceError> {
+        let (mut table, layout) = RopeTable::new(tensor)?;
+        let memory = self.open(Arc::new(layout))?;
+        memory.read_blocks(0, &[0], &mut |bytes| table.extend(bytes))?;
+        Ok(table)
+    }
 }
 
 /// One chunk of a transfer and the extent of its object.

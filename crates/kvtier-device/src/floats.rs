@@ -102,7 +102,7 @@ const fn power_of_two(exponent: i32) -> f32 {
 }
 
 impl Minifloat {
-    /// Value of a code; NaN for infinities too, of which no rotation makes a number.
+    /// Value of a code; NaN for infinities too, because no rotation makes numbers from them.
     pub const fn decode(self, code: u32) -> f32 {
         let magnitude = code & (self.sign - 1);
         if magnitude >= self.special {

@@ -235,7 +235,7 @@ impl Placement {
 }
 
 impl RowBatch {
-    /// Takes memory for rows, of which there is enough.
+    /// Takes memory for rows, at most what is left.
     fn take(&mut self, bytes: u64) -> Result<&mut [u8], DeviceError> {
         let all = Arc::get_mut(&mut self.rows).and_then(Arena::bytes_mut);
         let all = all.ok_or_else(|| DeviceError::Broken("rotated rows are still in use".into()))?;

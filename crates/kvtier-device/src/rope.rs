@@ -1,13 +1,9 @@
 //! RoPE of an engine's keys: what it has registered, checked against its pages, and the rotation from one position to another.
 
-use std::sync::Arc;
-
-use kvtier_memory::AccessError;
-
-use crate::device::{Device, DeviceError};
 use crate::error::LayoutError;
 use crate::floats::{E4M3, E5M2, F16, Float, Minifloat, decode_bf16, encode_bf16};
 use crate::format::TokenContent;
+use crate::geometry::truncated;
 use crate::groups::KernelGroup;
 use crate::layout::{KvLayout, is_untyped};
 use crate::spec::{Engine, LayoutHints, TensorSpec};
@@ -18,39 +14,37 @@ const MAX_TABLE_BYTES: u64 = 1 << 30;
 /// A copy of an engine's cos/sin cache: per position the cosines, then the sines.
 #[derive(Debug)]
 pub struct RopeTable {
+    float: Float,
     /// Elements of a position, an even number.
     width: u64,
     rows: Vec<f32>,
 }
 
 impl RopeTable {
-    /// Copies a tensor `[positions, width]`, as vLLM's `cos_sin_cache` is, of 16 or 32 bits per element. The memory is opened
-    /// for that time.
-    ///
-    /// # Errors
-    /// Another shape or dtype, more than 1 GiB, or memory that `device` cannot open or read.
-    pub fn read(device: &dyn Device, tensor: &TensorSpec) -> Result<Self, DeviceError> {
-        let field = |name: &str| format!("cos_sin_cache.{name}");
-        let (width, positions, bytes) = match tensor.shape[..] {
-            [positions, width] if positions > 0 && width > 0 && width.is_multiple_of(2) => (
-                width,
-                positions,
-                positions.saturating_mul(width).saturating_mul(4),
-            ),
-            _ => (0, 0, u64::MAX),
+    /// Checks the tensor of a cache; returns an empty copy, and the layout of the tensor's memory, in which the cache is one
+    /// block of a layer of latent vectors.
+    pub(crate) fn new(tensor: &TensorSpec) -> Result<(Self, KvLayout), LayoutError> {
+        let refuse = |name: &str, value: String, allowed: &str| {
+            LayoutError::new(format!("cos_sin_cache.{name}"), value, allowed)
         };
-        if bytes > MAX_TABLE_BYTES {
-            let value = format!("{:?}", tensor.shape.iter().take(8).collect::<Vec<_>>());
-            let allowed = "[positions, an even width], in at most 1 GiB of float32";
-            return Err(LayoutError::new(field("shape"), value, allowed).into());
+        let (positions, width) = match tensor.shape[..] {
+            [positions, width] if width.is_multiple_of(2) => (positions, width),
+            _ => (0, 0),
+        };
+        let mut rows = Vec::new();
+        let elements = positions.saturating_mul(width);
+        let fits = (1..=MAX_TABLE_BYTES / 4).contains(&elements);
+        if !fits || rows.try_reserve_exact(elements as usize).is_err() {
+            let value = format!("{:?}", truncated(&tensor.shape));
+            let allowed = "[positions, an even width], at most 1 GiB as float32";
+            return Err(refuse("shape", value, allowed));
         }
         let float = Float::from_name(&tensor.dtype_name)
             .filter(|float| float.bytes() == tensor.dtype_size)
             .ok_or_else(|| {
                 let value = format!("{} of {} bytes", tensor.dtype_name, tensor.dtype_size);
-                LayoutError::new(field("dtype"), value, "float32, bfloat16 or float16")
+                refuse("dtype", value, "float32, bfloat16 or float16")
             })?;
-        // To a device, it is one block of a layer of latent vectors.
         let mut block = tensor.clone();
         block.shape.insert(0, 1);
         block.stride.insert(0, 1);
@@ -60,17 +54,22 @@ impl RopeTable {
             field: error.field.replace("kv_caches[0]", "cos_sin_cache"),
             ..error
         })?;
-        let mut rows = Vec::new();
-        rows.try_reserve_exact((bytes / 4) as usize)
-            .map_err(|_| AccessError::OutOfMemory { len: bytes })?;
-        let memory = device.open(Arc::new(layout))?;
-        memory.read_blocks(0, &[0], &mut |piece| match float {
-            Float::F32 => rows.extend(elements(piece).map(f32::from_le_bytes)),
-            Float::Bf16 => rows.extend(elements(piece).map(decode_bf16)),
-            _ => rows
-                .extend(elements(piece).map(|bytes| F16.decode(u16::from_le_bytes(bytes).into()))),
-        })?;
-        Ok(Self { width, rows })
+        Ok((Self { float, width, rows }, layout))
+    }
+
+    /// Appends elements of the tensor.
+    pub(crate) fn extend(&mut self, bytes: &[u8]) {
+        fn elements<const N: usize>(bytes: &[u8]) -> impl Iterator<Item = [u8; N]> {
+            bytes.as_chunks().0.iter().copied()
+        }
+        match self.float {
+            Float::F32 => self.rows.extend(elements(bytes).map(f32::from_le_bytes)),
+            Float::Bf16 => self.rows.extend(elements(bytes).map(decode_bf16)),
+            _ => {
+                let codes = elements(bytes).map(u16::from_le_bytes);
+                self.rows.extend(codes.map(|code| F16.decode(code.into())));
+            }
+        }
     }
 
     /// Elements of a position: those of a head that are rotated.
@@ -88,10 +87,6 @@ impl RopeTable {
         let width = self.width as usize;
         self.rows[position as usize * width..][..width].split_at(width / 2)
     }
-}
-
-fn elements<const N: usize>(bytes: &[u8]) -> impl Iterator<Item = [u8; N]> {
-    bytes.as_chunks().0.iter().copied()
 }
 
 /// What the 8-bit elements of an engine's pages are.

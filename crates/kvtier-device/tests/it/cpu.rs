@@ -33,7 +33,7 @@ pub fn share(case: &mut Case) -> Vec<OwnSegment> {
     segments
 }
 
-fn content(segments: &[OwnSegment]) -> Vec<Vec<u8>> {
+pub fn content(segments: &[OwnSegment]) -> Vec<Vec<u8>> {
     segments
         .iter()
         .map(|segment| {

@@ -14,5 +14,6 @@ mod exporter;
 mod groups;
 mod hostile;
 mod model;
+mod placement;
 mod plan;
 mod vectors;
