@@ -5,6 +5,7 @@
 //! 3. [`BlockTable`] checks the block ids of one request.
 //! 4. [`ChunkRequest::plan`] turns (object group, chunk, skip) into [`PlannedCopy`] elements.
 //! 5. A [`Device`] opens the tensors and runs the copies.
+//! 6. [`Placement`]s write tokens of objects to other positions, with their keys rotated as [`Rope`] says.
 //!
 //! This crate never knows requests, sessions, keys, hashes, sockets or access rights. Every description of tensors or
 //! blocks comes from another process and is checked before an address is formed.

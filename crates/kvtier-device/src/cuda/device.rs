@@ -18,11 +18,13 @@ use super::events::ForeignEvents;
 use super::gpu::{Gpu, GpuJob, GpuOptions, GpuReadings, NewGpu, Pages, PinnedArena, PinningStatus};
 use super::gpu_slot::GpuSlot;
 use super::owner::Owner;
+use super::place::place;
 use super::storages::Storages;
 use super::uuid::Gpus;
 use crate::device::{Device, DeviceError, Done, EngineMemory, OnSubmitted, Transfer};
 use crate::layout::KvLayout;
 use crate::physical::visit_block_runs;
+use crate::placement::Placement;
 
 /// Maximum wait, at registration, for the engine's earlier work on its pages.
 const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(10);
@@ -279,6 +281,15 @@ impl EngineMemory for CudaMemory {
 
     fn transfer_with_event(&self, transfer: Transfer, submitted: OnSubmitted, done: Done) {
         self.submit(transfer, Some(submitted), done);
+    }
+
+    fn place(&self, placement: Placement, done: Done) {
+        place(
+            Arc::clone(&self.gpu),
+            Arc::clone(&self.pages),
+            placement,
+            done,
+        );
     }
 
     fn stop(&self) {

@@ -16,6 +16,7 @@ mod gpu_slot;
 pub mod handle;
 pub mod kernel;
 pub mod owner;
+mod place;
 pub mod ref_counter;
 pub mod storages;
 pub mod uuid;

@@ -105,7 +105,7 @@ fn rotated([x, y]: [f64; 2], angle: f64) -> [f64; 2] {
 }
 
 /// An engine's cos/sin cache in shared memory.
-fn cache(float: Float, positions: u64, magnitude: f64) -> (OwnSegment, TensorSpec) {
+pub fn cache(float: Float, positions: u64, magnitude: f64) -> (OwnSegment, TensorSpec) {
     let mut bytes = Vec::new();
     for position in 0..positions {
         for value in [f64::cos, f64::sin] {
@@ -130,7 +130,7 @@ fn cache(float: Float, positions: u64, magnitude: f64) -> (OwnSegment, TensorSpe
     (segment, tensor)
 }
 
-pub fn table(float: Float, positions: u64, magnitude: f64) -> RopeTable {
+fn table(float: Float, positions: u64, magnitude: f64) -> RopeTable {
     let (_segment, tensor) = cache(float, positions, magnitude);
     let table = CpuDevice.read_rope_table(&tensor).unwrap();
     assert_eq!(table.positions(), positions);
@@ -152,7 +152,7 @@ fn group_rope(format: KvFormat, float: Float, neox: bool) -> GroupRope {
     }
 }
 
-const COPIED: GroupRope = GroupRope {
+pub const COPIED: GroupRope = GroupRope {
     table: None,
     window: [0, 0],
     head_size: 0,
@@ -231,7 +231,7 @@ pub fn case(format: KvFormat, float: Float, seed: u64, unique: &str) -> Case {
 }
 
 /// Block ids of a prompt that has the case's blocks behind `base` tokens.
-pub fn prompt_blocks(case: &Case, layout: &KvLayout, base: u64) -> PromptBlocks {
+fn prompt_blocks(case: &Case, layout: &KvLayout, base: u64) -> PromptBlocks {
     let ids = case.groups.iter().map(|group| {
         let mut ids = vec![0; (base / group.slots) as usize];
         ids.extend(&group.ids);
@@ -241,10 +241,10 @@ pub fn prompt_blocks(case: &Case, layout: &KvLayout, base: u64) -> PromptBlocks 
 }
 
 /// A byte of a token that was placed.
-pub struct PlacedByte {
-    pub memory: usize,
-    pub engine: u64,
-    pub segment: usize,
+struct PlacedByte {
+    memory: usize,
+    engine: u64,
+    segment: usize,
     /// Kernel group, and whether it is of a plane of keys.
     group: usize,
     is_key: bool,
@@ -252,11 +252,11 @@ pub struct PlacedByte {
     token: u64,
     in_row: u64,
     /// Position of the byte in the object.
-    pub object: u64,
+    object: u64,
 }
 
-/// Every byte of the tokens of `segments` in the case's blocks, the first of which is at `base`.
-pub fn each_placed(
+/// Every byte of the tokens of `segments` in the case's blocks, whose first token is at `base`.
+fn each_placed(
     case: &Case,
     layout: &KvLayout,
     segments: &[SegmentCopy],
@@ -368,9 +368,9 @@ proptest! {
 
 /// Keys that were computed at a position and are placed at another one, and what is expected of them.
 pub struct Keys {
-    pub float: Float,
-    pub rope: GroupRope,
-    pub magnitude: f64,
+    float: Float,
+    rope: GroupRope,
+    magnitude: f64,
     /// Of both sides, above rounding.
     pub tolerance: f64,
 }
@@ -402,7 +402,7 @@ impl Keys {
     }
 
     /// Writes the keys of an object whose first token is at `position`.
-    pub fn write(&self, layout: &KvLayout, object: &mut [u8], start: u64, position: u64) {
+    fn write(&self, layout: &KvLayout, object: &mut [u8], start: u64, position: u64) {
         let group = &layout.kernel_groups()[0];
         let size = group.dtype_size;
         for row in 0..group.layer_indices.len() as u64 * group.slots_per_chunk {
@@ -420,7 +420,7 @@ impl Keys {
     }
 
     /// Whether the byte is of a rotated key; the first byte of one is checked against the objects' bytes.
-    pub fn check(
+    fn check(
         &self,
         layout: &KvLayout,
         byte: &PlacedByte,
@@ -458,13 +458,25 @@ impl Keys {
     }
 }
 
-/// Places two objects, the second at its own position, in pages whose blocks are behind `base` tokens.
+/// Pages on the CPU whose keys are checked.
 fn check_keys(format: KvFormat, keys: &Keys, table: RopeTable, [old, base]: [u64; 2]) {
     let mut case = case(format, keys.float, old ^ base, "placement");
-    let pages = share(&mut case);
-    let layout = Arc::new(case.layout());
-    assert_eq!(layout.kernel_groups()[0].format, format);
-    let memory = CpuDevice.open(Arc::clone(&layout)).unwrap();
+    let segments = share(&mut case);
+    let memory = CpuDevice.open(Arc::new(case.layout())).unwrap();
+    let mut pages = || content(&segments);
+    check_placed(&case, &*memory, keys, table, [old, base], &mut pages);
+}
+
+/// Places two objects, the second at its own position, in pages whose blocks are behind `base` tokens.
+pub fn check_placed(
+    case: &Case,
+    memory: &dyn EngineMemory,
+    keys: &Keys,
+    table: RopeTable,
+    [old, base]: [u64; 2],
+    pages: &mut dyn FnMut() -> Vec<Vec<u8>>,
+) {
+    let layout = memory.layout();
     let len = layout.object_groups()[0].object_bytes;
     let segment = |object: u64, old_start, start, tokens| SegmentCopy {
         object_group: 0,
@@ -481,7 +493,7 @@ fn check_keys(format: KvFormat, keys: &Keys, table: RopeTable, [old, base]: [u64
     for segment in &segments {
         let start = segment.extent.offset;
         let object = &mut objects[start as usize..][..len as usize];
-        keys.write(&layout, object, start, segment.old_start);
+        keys.write(layout, object, start, segment.old_start);
     }
     let arena = Arena::create(ArenaKind::Anonymous, 2 * len).unwrap();
     arena.write(Extent::new(0, 2 * len), 0, &objects).unwrap();
@@ -489,19 +501,19 @@ fn check_keys(format: KvFormat, keys: &Keys, table: RopeTable, [old, base]: [u64
     groups[0] = keys.rope;
     let placement = Placement {
         arena: Arc::new(arena),
-        blocks: prompt_blocks(&case, &layout, base),
+        blocks: prompt_blocks(case, layout, base),
         segments: segments.clone(),
-        rope: Arc::new(Rope::check(&layout, vec![table], groups).unwrap()),
+        rope: Arc::new(Rope::check(layout, vec![table], groups).unwrap()),
         deadline: Some(Instant::now() + Duration::from_secs(600)),
-        event: b"ignored".to_vec(),
+        event: Vec::new(),
     };
-    let mut expected = content(&pages);
-    run(&*memory, placement).unwrap();
-    let after = content(&pages);
+    let mut expected = pages();
+    run(memory, placement).unwrap();
+    let after = pages();
     let mut rotated = 0;
-    each_placed(&case, &layout, &segments, base, |byte| {
+    each_placed(case, layout, &segments, base, |byte| {
         let (segment, engine) = (&segments[byte.segment], byte.engine as usize);
-        let is_rotated = keys.check(&layout, &byte, segment, &objects, &after);
+        let is_rotated = keys.check(layout, &byte, segment, &objects, &after);
         rotated += u64::from(is_rotated);
         let object = (segment.extent.offset + byte.object) as usize;
         expected[byte.memory][engine] = if is_rotated {
@@ -511,11 +523,12 @@ fn check_keys(format: KvFormat, keys: &Keys, table: RopeTable, [old, base]: [u64
         };
     });
     let group = &layout.kernel_groups()[0];
+    assert_eq!(group.format, case.groups[0].format);
     assert_eq!(rotated, 2 * 24 * group.heads * WIDTH * group.dtype_size);
-    assert!(after == expected, "{format}: bytes that are not rotated");
+    assert!(after == expected, "{}: what is not rotated", group.format);
 }
 
-const FORMATS: [KvFormat; 10] = [
+pub const FORMATS: [KvFormat; 10] = [
     KvFormat::NL_X_TWO_NB_BS_NH_HS,
     KvFormat::NL_X_TWO_NB_NH_BS_HS,
     KvFormat::NL_X_NB_TWO_BS_NH_HS,
@@ -528,7 +541,7 @@ const FORMATS: [KvFormat; 10] = [
     KvFormat::NL_X_NB_BS_HS,
 ];
 
-fn keys(format: KvFormat, float: Float, neox: bool) -> Keys {
+pub fn keys(format: KvFormat, float: Float, neox: bool) -> Keys {
     Keys {
         float,
         rope: group_rope(format, float, neox),

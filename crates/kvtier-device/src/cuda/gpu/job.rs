@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 
 use kvtier_common::sync::Mutex;
 
-use super::super::device_copy::{AddressRange, DeviceCopies};
+use super::super::device_copy::{AddressRange, DeviceCopies, DeviceCopy};
 use super::super::events::{ForeignEvent, ForeignEvents};
 use super::super::storages::Storages;
 use super::executor::{HostMemory, PIECE};
 use super::pinned::PinnedArena;
 use crate::device::{DeviceError, Done, OnSubmitted, Transfer};
 use crate::layout::KvLayout;
-use crate::plan::Direction;
+use crate::plan::{Direction, PlannedCopy};
 
 /// Maximum interval between two queries of an event.
 const MAX_POLL_INTERVAL: Duration = Duration::from_micros(500);
@@ -99,9 +99,23 @@ enum Event {
 }
 
 /// The callback of a transfer and its result. Dropping it calls the callback.
-struct Completion {
+pub(in super::super) struct Completion {
     done: Option<Done>,
     result: Option<Result<u64, DeviceError>>,
+}
+
+impl Completion {
+    pub fn new(done: Done) -> Self {
+        Self {
+            done: Some(done),
+            result: None,
+        }
+    }
+
+    /// Reports the result.
+    pub fn finish(mut self, result: Result<u64, DeviceError>) {
+        self.result = Some(result);
+    }
 }
 
 impl Drop for Completion {
@@ -148,11 +162,27 @@ impl GpuJob {
             moved: 0,
             is_dequeued: false,
             error: None,
-            completion: Completion {
-                done: Some(done),
-                result: None,
-            },
+            completion: Completion::new(done),
         }
+    }
+
+    /// Sets the copies, in place of chunks to plan. Their host memory is that of the transfer's arena, which is not pinned.
+    ///
+    /// # Errors
+    /// A copy outside the arena or the pages.
+    pub fn with_copies(mut self, copies: &[PlannedCopy]) -> Result<Self, DeviceError> {
+        let arena = &self.transfer.arena;
+        let rows = AddressRange {
+            address: arena.base().as_ptr() as u64,
+            bytes: arena.len(),
+        };
+        for copy in copies {
+            let copy = DeviceCopy::new(copy, &self.pages.places, rows)?;
+            push_parts(&mut self.planned, &copy);
+        }
+        // There is nothing to plan, and a piece of it may be in flight.
+        self.next_chunk = 1;
+        Ok(self)
     }
 
     /// Sets the callback for when all pieces are submitted.
@@ -283,11 +313,10 @@ impl GpuJob {
         if lengths.bytes > PIECE.bytes || lengths.runs > PIECE.runs {
             // Single copies may exceed the limits of a piece.
             parts.clear();
-            for copy in planned.as_slice() {
-                // A multiple of 16, as the number of runs is.
-                let most = copy.inner_bytes.saturating_mul(PIECE.runs);
-                copy.visit_parts(most.min(PIECE.bytes), &mut |part| parts.push_apart(*part));
-            }
+            planned
+                .as_slice()
+                .iter()
+                .for_each(|copy| push_parts(parts, copy));
             std::mem::swap(planned, parts);
         }
         Ok(true)
@@ -339,6 +368,13 @@ impl GpuJob {
     }
 }
 
+/// Appends a copy in parts within the limits of a piece.
+fn push_parts(parts: &mut DeviceCopies, copy: &DeviceCopy) {
+    // A multiple of 16, as the number of runs is.
+    let most = copy.inner_bytes.saturating_mul(PIECE.runs);
+    copy.visit_parts(most.min(PIECE.bytes), &mut |part| parts.push_apart(*part));
+}
+
 impl Drop for GpuJob {
     fn drop(&mut self) {
         let direction = self.transfer.direction;
@@ -359,10 +395,7 @@ mod tests {
     fn lost_transfer_reports_a_failure() {
         let (say, hear) = mpsc::channel();
         let done: Done = Box::new(move |result| say.send(result).unwrap());
-        drop(Completion {
-            done: Some(done),
-            result: None,
-        });
+        drop(Completion::new(done));
         let completion = hear.recv().unwrap();
         assert!(
             matches!(completion, Err(DeviceError::Broken(_))),

@@ -35,7 +35,7 @@ use crate::device::DeviceError;
 use crate::plan::Direction;
 
 pub use executor::Executor;
-pub(super) use job::{GpuJob, Pages};
+pub(super) use job::{Completion, GpuJob, Pages};
 pub(super) use pinned::PinnedArena;
 pub use pinned::PinningStatus;
 pub use profile::{Profile, Rates, TRIED_RUNS};
@@ -385,12 +385,20 @@ impl Gpu {
     }
 
     /// Hands a transfer to the thread for its memory.
-    pub fn submit(&self, mut job: GpuJob) {
+    pub fn submit(&self, job: GpuJob) {
         let (arena, mut chunks) = (&job.transfer.arena, job.transfer.chunks.iter());
         let pageable = chunks.any(|chunk| {
             self.pinned.memory_of(arena, chunk.extent) == executor::HostMemory::Pageable
         });
-        let suits = if pageable { PAGEABLE } else { PINNED };
+        self.submit_to(if pageable { PAGEABLE } else { PINNED }, job);
+    }
+
+    /// Hands over a job that [`GpuJob::with_copies`] made.
+    pub fn submit_copies(&self, job: GpuJob) {
+        self.submit_to(PAGEABLE, job);
+    }
+
+    fn submit_to(&self, suits: usize, mut job: GpuJob) {
         let mailbox = &self.shared.mailboxes[job.enter(suits)];
         let mut inbox = mailbox.inbox.lock();
         if inbox.closed {

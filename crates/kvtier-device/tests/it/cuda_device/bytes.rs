@@ -77,7 +77,7 @@ impl RegisteredCase {
         }
     }
 
-    fn read(&self, engine: &mut Exporter, case: &Case) -> Vec<Vec<u8>> {
+    pub fn read(&self, engine: &mut Exporter, case: &Case) -> Vec<Vec<u8>> {
         let memories = self.numbers.iter().zip(&case.memories);
         memories
             .map(|(number, (_, bytes))| engine.read(*number, 0, bytes.len()))

@@ -10,7 +10,7 @@ use super::turns::batches;
 use crate::exporter::Exporter;
 
 /// An event behind work that is held, in one of both forms.
-fn pending(engine: &mut Exporter, form: &str, pages: &Pages) -> Vec<u8> {
+pub fn pending(engine: &mut Exporter, form: &str, pages: &Pages) -> Vec<u8> {
     // The buffer of numbers is made before anything is held.
     engine.bytes(form);
     engine.ask("script hold kernel");
@@ -19,7 +19,7 @@ fn pending(engine: &mut Exporter, form: &str, pages: &Pages) -> Vec<u8> {
 }
 
 /// Waits until the thread has queried an event several times, in either form.
-fn was_asked(server: &Server, form: &str) {
+pub fn was_asked(server: &Server, form: &str) {
     let asked = || match form {
         "event" => server.count("cuEventQuery"),
         _ => server.count("cuMemcpyDtoHAsync_v2"),

@@ -7,6 +7,7 @@ mod failures;
 mod leaving;
 mod log;
 mod pinning;
+mod placing;
 mod reading;
 mod setup;
 mod steps;

@@ -10,7 +10,8 @@ use kvtier_device::cuda::driver::{Context, Driver};
 use kvtier_device::cuda::{CudaDevice, CudaOptions, GpuOptions, GpuReadings};
 use kvtier_device::{
     BlockTable, ChunkCopy, ChunkRequest, CudaAllocation, CudaStorage, Device, DeviceError,
-    Direction, Engine, EngineMemory, KvLayout, LayoutHints, MemorySpec, TensorSpec, Transfer,
+    Direction, Engine, EngineMemory, KvLayout, LayoutHints, MemorySpec, Placement, TensorSpec,
+    Transfer,
 };
 use kvtier_memory::{Arena, ArenaKind, Extent};
 
@@ -286,6 +287,12 @@ impl Ticket {
     pub fn of(memory: &dyn EngineMemory, transfer: Transfer) -> Self {
         let (say, hear) = mpsc::channel();
         memory.transfer(transfer, Box::new(move |result| say.send(result).unwrap()));
+        Self(hear)
+    }
+
+    pub fn of_placement(memory: &dyn EngineMemory, placement: Placement) -> Self {
+        let (say, hear) = mpsc::channel();
+        memory.place(placement, Box::new(move |result| say.send(result).unwrap()));
         Self(hear)
     }
 
