@@ -113,8 +113,10 @@ pub enum PlanError {
         /// Object group.
         group: usize,
     },
-    /// Block ids that were checked for another layout.
-    #[error("block table was made for another layout; allowed: one made by the same layout")]
+    /// Block ids, or a description of RoPE, that were checked for another layout.
+    #[error(
+        "block table or rope was made for another layout; allowed: one made by the same layout"
+    )]
     ForeignBlockTable,
     /// A segment with more tokens than a chunk, the blocks of the request or a cos/sin cache has.
     #[error("{field} of segment {segment} is {value}; allowed: at most {most}")]

@@ -6,7 +6,7 @@ use std::time::Instant;
 use kvtier_memory::{AccessError, AffineCopy, Arena, ArenaKind, CopyLoop, Extent};
 
 use crate::device::DeviceError;
-use crate::error::{LayoutError, PlanError};
+use crate::error::PlanError;
 use crate::geometry::Plane;
 use crate::groups::KernelGroup;
 use crate::layout::{KvLayout, checked_id};
@@ -188,12 +188,8 @@ impl Placement {
 
     /// Checks everything that can be known before a byte is written.
     fn check(&self, layout: &KvLayout) -> Result<(), DeviceError> {
-        if self.blocks.layout_id != layout.id {
+        if [self.blocks.layout_id, self.rope.layout_id] != [layout.id; 2] {
             return Err(PlanError::ForeignBlockTable.into());
-        }
-        if !self.rope.is_of(layout) {
-            let allowed = "a description that was checked against the same layout";
-            return Err(LayoutError::new("rope", "of another layout", allowed).into());
         }
         for (at, segment) in self.segments.iter().enumerate() {
             let Some(object) = layout.object_groups().get(segment.object_group) else {

@@ -39,12 +39,11 @@ impl RopeTable {
             let allowed = "[positions, an even width], at most 1 GiB as float32";
             return Err(refuse("shape", value, allowed));
         }
-        let float = Float::from_name(&tensor.dtype_name)
-            .filter(|float| float.bytes() == tensor.dtype_size)
-            .ok_or_else(|| {
-                let value = format!("{} of {} bytes", tensor.dtype_name, tensor.dtype_size);
-                refuse("dtype", value, "float32, bfloat16 or float16")
-            })?;
+        let float = Float::from_name(&tensor.dtype_name);
+        let Some(float) = float.filter(|float| float.bytes() == tensor.dtype_size) else {
+            let value = format!("{} of {} bytes", tensor.dtype_name, tensor.dtype_size);
+            return Err(refuse("dtype", value, "float32, bfloat16 or float16"));
+        };
         let mut block = tensor.clone();
         block.shape.insert(0, 1);
         block.stride.insert(0, 1);
@@ -131,7 +130,7 @@ pub struct GroupRope {
 /// RoPE of all kernel groups of a layout.
 #[derive(Debug)]
 pub struct Rope {
-    layout_id: u64,
+    pub(crate) layout_id: u64,
     tables: Vec<RopeTable>,
     groups: Vec<GroupRope>,
 }
@@ -180,11 +179,6 @@ impl Rope {
             tables,
             groups,
         })
-    }
-
-    /// Whether it was checked against this layout.
-    pub(crate) fn is_of(&self, layout: &KvLayout) -> bool {
-        self.layout_id == layout.id
     }
 
     /// Positions of a kernel group's cos/sin cache, if it has one.

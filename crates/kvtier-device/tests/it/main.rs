@@ -13,6 +13,7 @@ mod executors;
 mod exporter;
 mod groups;
 mod hostile;
+mod keys;
 mod model;
 mod placement;
 mod plan;

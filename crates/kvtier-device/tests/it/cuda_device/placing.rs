@@ -11,8 +11,8 @@ use super::bytes::RegisteredCase;
 use super::events::{pending, was_asked};
 use super::setup::{Pages, Server, Ticket, past, storage};
 use crate::exporter::Exporter;
+use crate::keys::{BF16, COPIED, FORMATS, cache, case, check_placed, keys, run};
 use crate::model::Random;
-use crate::placement::{BF16, COPIED, FORMATS, cache, case, check_placed, keys, run};
 
 #[test]
 fn keys_are_rotated_on_their_way() {
