@@ -6,10 +6,12 @@
 //! 1. Everything fits, and every hit must be complete.
 //! 2. Far more is stored than fits, and the cache has to evict.
 //! 3. With `--l2`, a second server retrieves prompts from a directory.
+//! 4. With `--blend`, a server that blends finds passages in the middle of a prompt.
 //!
 //! Every retrieved chunk is compared with the bytes of its tenant and its whole prefix, and tenants keep looking up each
 //! other's prompts. The command succeeds only if all answers were correct.
 
+mod blend;
 mod conversation;
 mod group;
 
@@ -67,6 +69,9 @@ pub struct DemoArgs {
     /// Directory for a second tier: at the end, a server with it retrieves prompts after L1 was emptied. Its files stay
     #[arg(long, value_name = "DIR")]
     l2: Option<String>,
+    /// At the end, a server with `--engine-type blend` finds stored passages in the middle of another prompt
+    #[arg(long)]
+    blend: bool,
     /// Print the result as JSON instead of tables
     #[arg(long)]
     json: bool,
@@ -86,10 +91,17 @@ fn seconds(text: &str) -> kvtier_common::error::Result<f64> {
 /// If a server cannot be started, or an engine cannot register.
 pub fn run(args: &DemoArgs) -> anyhow::Result<ExitCode> {
     let (stop, began) = (stop_flag()?, Instant::now());
-    let config = server_config(args, None)?;
+    let config = server_config(args, &[])?;
     // Before the demo starts, so that a directory that cannot be used is reported at once.
-    let tiered = args.l2.as_deref().map(|dir| server_config(args, Some(dir)));
+    let tiered = args.l2.as_ref().map(|dir| {
+        let adapter = serde_json::json!({ "type": "fs", "base_path": dir });
+        server_config(args, &[&format!("--l2-adapter={adapter}")])
+    });
     let tiered = tiered.transpose()?;
+    let blending = args
+        .blend
+        .then(|| server_config(args, &["--engine-type=blend"]));
+    let blending = blending.transpose()?;
     let _log = kvtier_server::logging::init(&config).context("no thread for the log")?;
     let tokens = config.chunk_size as usize;
     let mut report = Report::new("kvtier demo".to_owned(), "", tokens, args.seed);
@@ -100,6 +112,9 @@ pub fn run(args: &DemoArgs) -> anyhow::Result<ExitCode> {
         on_server(config, args, &stop, &mut report, |demo, report| {
             demo.recall(report)
         })?;
+    }
+    if let Some(config) = blending.filter(|_| report.aborted.is_none()) {
+        on_server(config, args, &stop, &mut report, blend::play)?;
     }
     let (seconds, seed) = (began.elapsed().as_secs_f64(), args.seed);
     let json = args.json.then_some("-".as_ref());
@@ -116,18 +131,14 @@ pub fn run(args: &DemoArgs) -> anyhow::Result<ExitCode> {
     Ok(code)
 }
 
-/// The configuration of a server without flags, except for its ports, its size, the name of its pool, and its tier.
-fn server_config(args: &DemoArgs, l2: Option<&str>) -> anyhow::Result<ServerConfig> {
+/// The configuration of a server without flags, except for its ports, its size, the name of its pool, and these.
+fn server_config(args: &DemoArgs, more: &[&str]) -> anyhow::Result<ServerConfig> {
     // A demo that was killed has not removed its pool, and no other one uses its name.
     kvtier_server::remove_stale_pools(POOL_PREFIX);
     let (size, pool) = (
         format!("--l1-size-gb={}", args.l1_size_gb),
         format!("--shm-name={POOL_PREFIX}{}", std::process::id()),
     );
-    let adapter = l2.map(|dir| {
-        let adapter = serde_json::json!({ "type": "fs", "base_path": dir });
-        format!("--l2-adapter={adapter}")
-    });
     let mut flags = vec![
         "--port=0",
         "--http-port=0",
@@ -137,7 +148,7 @@ fn server_config(args: &DemoArgs, l2: Option<&str>) -> anyhow::Result<ServerConf
         &size,
         &pool,
     ];
-    flags.extend(adapter.as_deref());
+    flags.extend(more);
     let mut config = ServerConfig::from_flags(&flags)?;
     if let Some(l2) = &config.l2 {
         l2.preflight()?;

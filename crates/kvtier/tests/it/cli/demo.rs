@@ -108,6 +108,25 @@ fn demo_with_directory_loads_prompts_from_it() {
 }
 
 #[test]
+fn demo_that_blends_finds_passages_in_another_order() {
+    let flags = ["demo", "--turns", "1", "--seconds", "0", "--json"];
+    let output = kvtier(&[&flags[..], &["--l1-size-gb", "0.0625", "--blend"]].concat());
+    assert!(output.status.success(), "{:?}", lines(&output.stderr));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let facts = &row(&report, "passages in another order")["facts"];
+    // Three passages of two chunks, each behind 37 other tokens.
+    let blended = 3.0 * 2.0 * report["chunk_tokens"].as_f64().unwrap();
+    let expected = [
+        ("tokens asked", blended + 3.0 * 37.0),
+        ("tokens hit by prefix", 0.0),
+        ("tokens hit by blending", blended),
+    ];
+    for (name, tokens) in expected {
+        assert_eq!(facts[name].as_f64(), Some(tokens), "{name}");
+    }
+}
+
+#[test]
 fn demo_removes_pool_of_killed_demo() {
     let mut killed = Command::new(KVTIER)
         .args(["demo", "--l1-size-gb", "0.0625", "--turns", "1"])
