@@ -129,7 +129,7 @@ impl Devices {
     /// As [`Devices::open`].
     pub fn read_table(&self, tensor: &TensorSpec) -> Result<RopeTable> {
         let device = self.device(matches!(tensor.memory, MemorySpec::Cuda(_)))?;
-        RopeTable::read(device, tensor).map_err(Error::refused)
+        device.read_rope_table(tensor).map_err(Error::refused)
     }
 
     fn device(&self, is_on_gpu: bool) -> Result<&dyn Device> {
