@@ -44,7 +44,7 @@ fn timed(units: usize, work: impl FnOnce()) -> f64 {
 /// Registers texts `from..to` of [`STORED`] chunks, each in the scope of its number; returns nanoseconds per segment.
 fn register(segments: &Segments, scopes: &[SegmentScope], from: u64, to: u64) -> f64 {
     let hashes: Vec<_> = (0..STORED as u64).map(hash).collect();
-    let mut medians: Vec<_> = (from..to)
+    let mut nanoseconds: Vec<_> = (from..to)
         .map(|number| {
             let tokens = text(number, STORED * CHUNK);
             let scope = &scopes[number as usize % scopes.len()];
@@ -53,7 +53,7 @@ fn register(segments: &Segments, scopes: &[SegmentScope], from: u64, to: u64) ->
             })
         })
         .collect();
-    median(&mut medians)
+    median(&mut nanoseconds)
 }
 
 /// Segments of texts `0..to` that are found.
@@ -98,7 +98,13 @@ fn main() {
         {
             mixed.extend(text(part, STORED * CHUNK));
         }
-        for (name, prompt) in [("no match", &other), ("matches everywhere", &mixed)] {
+        let equal = vec![5; tokens];
+        segments.register(&scopes[0], CHUNK, 1, &[hash(0)], &equal);
+        for (name, prompt) in [
+            ("no match", &other),
+            ("matches everywhere", &mixed),
+            ("one token, repeated", &equal),
+        ] {
             let mut matches = 0;
             let mut nanoseconds: Vec<_> = (0..repeats)
                 .map(|_| {
