@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvtier_common::error::{Error, Result};
+use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_core::cache::ReadLease;
 use kvtier_core::prompt::Prompt;
 use kvtier_core::segments::SegmentMatch;
@@ -87,7 +87,8 @@ impl PlaceRequest<'_> {
         let guard = instance.copying()?;
         let layout = Arc::clone(guard.pages().layout());
         let rope = self.blend.rope(instance).ok_or_else(|| {
-            Error::refused("the instance has no rotation; allowed: one after cb_register_rope")
+            let message = "the instance has no rotation; allowed: one after cb_register_rope";
+            Error::new(ErrorKind::NotHeld, message)
         })?;
         let worker = key
             .worker_id
@@ -125,10 +126,11 @@ impl PlaceRequest<'_> {
             // The engine asks again when it has allocated more.
             0 if segments.iter().all(|it| it.start as u64 >= allocated) => return Ok(None),
             count => {
-                return Err(Error::refused(format!(
-                    "the blocks of {allocated} tokens cover {count} of {} segments; allowed: all or none",
-                    segments.len()
-                )));
+                let of = segments.len();
+                let message = format!(
+                    "the blocks of {allocated} tokens cover {count} of {of} segments; allowed: all or none"
+                );
+                return Err(Error::new(ErrorKind::NotHeld, message));
             }
         }
         let hashes: Vec<_> = segments.iter().map(|segment| segment.hash).collect();

@@ -10,6 +10,9 @@ use super::super::context::Context;
 use super::super::instances::Instance;
 use super::tensors::tensor_spec;
 
+/// Bytes of the tables of one worker, at most.
+const MAX_TABLE_BYTES: u64 = 1 << 30;
+
 /// A registration, read and not yet checked against the pages.
 pub(super) struct NewRope {
     pub(super) id: InstanceId,
@@ -65,11 +68,18 @@ impl NewRope {
                 self.id
             ))
         })?;
-        let tables = self
-            .tensors
-            .iter()
-            .map(|tensor| context.devices.read_table(tensor));
-        let tables = tables.collect::<Result<Vec<_>>>()?;
+        let (mut tables, mut bytes) = (Vec::new(), 0);
+        for tensor in &self.tensors {
+            let table = context.devices.read_table(tensor)?;
+            bytes += table.bytes();
+            if bytes > MAX_TABLE_BYTES {
+                return Err(Error::refused(format!(
+                    "{} cos/sin caches have more than {MAX_TABLE_BYTES} bytes of float32 together; allowed: at most that",
+                    self.tensors.len()
+                )));
+            }
+            tables.push(table);
+        }
         let layout = pages.layout();
         let groups = layout.kernel_groups().iter();
         let groups = groups.map(|group| self.of_group(group, &tables));
