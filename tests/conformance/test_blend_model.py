@@ -9,6 +9,7 @@ import torch
 from kvrig import blend, tiers
 from kvrig.engine import Group
 from kvrig.layouts import BLOCK_TOKENS, NUM_BLOCKS, layout
+from kvrig.waiting import wait_until
 
 pytestmark = pytest.mark.ours("on a CPU it copies no segment")
 
@@ -238,4 +239,5 @@ def test_passages_are_found_query_after_query(passages):
         if number % 10 == 0:
             assert blend.segments(engine, prompt, "another") == []
             assert engine.hits(prompt) == 0
-    assert (objects(), tiers.metric(text.server, "kvtier_l1_leased_objects")) == (before, 0)
+    wait_until(lambda: tiers.metric(text.server, "kvtier_l1_leased_objects") == 0, 30, "the release of all leases")
+    assert objects() == before

@@ -8,8 +8,10 @@ FLAGS = ["--engine-type", "blend"]
 
 
 def ask(engine, operation, *payloads):
-    """The answer to one request of the engine's worker."""
-    return getattr(engine.worker.adapter.req_client, operation)(*payloads).result(timeout=engine.deadline)
+    """The answer to one request: of the scheduler if it looks up, otherwise of the worker."""
+    looks_up = operation == "cb_unified_lookup"
+    (client,) = engine.scheduler.req_clients.values() if looks_up else [engine.worker.adapter.req_client]
+    return getattr(client, operation)(*payloads).result(timeout=engine.deadline)
 
 
 def register_rope(engine, tables, head_size, group_to_table=(0,), quant="", instance=None):
@@ -49,9 +51,9 @@ def positions(matches):
     return [(match.old_st, match.cur_st) for match in matches]
 
 
-def retrieve(engine, prompt, request, matches, blocks, salt="", instance=None):
-    """Whether the server has written all matches into the blocks of the prompt."""
-    adapter = engine.worker.adapter
+def retrieve(engine, prompt, request, matches, blocks, salt="", instance=None, worker=None):
+    """Whether the server has written all matches into the blocks of the prompt, for the first worker or this one."""
+    adapter = (worker or engine.worker).adapter
     key = adapter._create_key(prompt, 0, len(prompt), request, salt)
-    event = b"stub_ipc_handle"
-    return ask(engine, "cb_retrieve_pre_computed", key, matches, [blocks], instance or adapter.instance_id, event)[1]
+    payloads = matches, [blocks], instance or adapter.instance_id, b"stub_ipc_handle"
+    return adapter.req_client.cb_retrieve_pre_computed(key, *payloads).result(timeout=engine.deadline)[1]
