@@ -85,6 +85,7 @@ def answers(engine):
     return said | {str(known): blend.ask(engine, "cb_unregister_rope", instance if known else 99) for known in (True, False)}
 
 
+# proves: docs/blend.md#requests
 @pytest.mark.ours("it is what the answers are compared with")
 def test_answers_are_lmcaches(serve, engines, lmcache):
     """The scenario that was recorded of LMCache's server, at both: every answer is equal."""
@@ -96,6 +97,7 @@ def test_answers_are_lmcaches(serve, engines, lmcache):
     assert [ours[name] for name in ("none", "beyond the table", "partly beyond")] == [True, True, False]
 
 
+# proves: docs/blend.md#requests
 @pytest.mark.ours("it never replies")
 def test_refused_requests_are_answered(serve, engines):
     """What LMCache's server leaves without a reply: registrations that cannot be, with their reason, and retrieves without one."""
@@ -122,6 +124,7 @@ def test_refused_requests_are_answered(serve, engines):
     engine.end(request)
 
 
+# proves: docs/blend.md#what-is-found
 @pytest.mark.ours("two lookups of another tenant take the fingerprints away, and a store does not bring them back")
 def test_segments_are_lost_to_a_clear_only(serve, engines):
     """Lookups of another tenant take nothing away; after a clear nothing is found, and a store brings it back."""
@@ -140,6 +143,7 @@ def test_segments_are_lost_to_a_clear_only(serve, engines):
         assert blend.segments(engine, SHIFTED) == MOVED
 
 
+# proves: docs/blend.md#requests
 @pytest.mark.ours("its leases are in no metric")
 def test_segments_are_leased_until_the_request_ends(serve, engines):
     """A lookup leases what it finds, a second one of the request no more than that; a retrieve or the end releases it."""
@@ -159,6 +163,7 @@ def test_segments_are_leased_until_the_request_ends(serve, engines):
         wait_until(lambda: leased() == 0, 30, "the release of all leases")
 
 
+# proves: docs/blend.md#what-is-found
 @pytest.mark.ours("on a CPU it copies no segment")
 def test_segments_are_those_of_all_ranks(serve, engines):
     """A chunk that one rank has not stored is no segment; those of both go to the pages of each, values bit by bit."""
@@ -179,6 +184,7 @@ def test_segments_are_those_of_all_ranks(serve, engines):
         assert torch.equal(loaded[:, 37:85].view(torch.int16), stored[:, 16:64].view(torch.int16))
 
 
+# proves: docs/blend.md#what-is-found
 @pytest.mark.ours("two lookups that fail take a fingerprint away")
 def test_segments_outlast_a_tier_that_fails(serve, engines, tmp_path):
     """Lookups while a tier cannot load, which is tried three times, find no segments; later ones do."""
@@ -193,6 +199,7 @@ def test_segments_outlast_a_tier_that_fails(serve, engines, tmp_path):
     wait_until(lambda: blend.segments(engine, SHIFTED) == MOVED, 60, "segments from the tier")
 
 
+# proves: docs/blend.md#what-is-found
 @pytest.mark.ours("its index is empty after a restart")
 @pytest.mark.parametrize("kept", ["tier", "l1"])
 def test_segments_are_found_after_a_restart(serve, engines, tmp_path, kept):

@@ -211,6 +211,7 @@ def passages(serve, engines):
     return store
 
 
+# proves: docs/blend.md#requests
 def test_blended_prompt_is_nearly_as_computed_in_full(passages):
     """In each order of three passages: the same next token, and nearly its distribution; not so with keys as they were stored."""
     text = passages(3)
@@ -231,6 +232,7 @@ def test_blended_prompt_is_nearly_as_computed_in_full(passages):
     assert min(others) > LOSS_WITHOUT_ROTATION
 
 
+# proves: docs/blend.md#what-is-found
 def test_passages_are_found_query_after_query(passages):
     """500 prompts, each with three of eight passages: all chunks of all of them are found, the last time as the first, whatever
     other tenants look up; and nothing that was blended has become an object."""

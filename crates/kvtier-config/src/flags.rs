@@ -92,8 +92,7 @@ pub struct ServerArgs {
     /// Algorithm of chunk hashes: blake3, sha256_cbor, or sha256_cbor_64bit (the same as sha256_cbor)
     #[arg(long, default_value = "blake3", help_heading = "Request server")]
     pub hash_algorithm: HashAlgorithm,
-    /// What prompts may have from the cache: default is their prefix; blend also chunks of other prompts, for engines that blend
-    /// (docs/blend.md)
+    /// What prompts have from the cache: their prefix; with blend also chunks of other prompts (docs/blend.md)
     #[arg(
         long,
         value_enum,

@@ -19,9 +19,9 @@ use kvtier_core::object_key::KeyScope;
 use kvtier_core::segments::{SegmentMatch, SegmentScope, Segments};
 use kvtier_core::{ChunkHash, GroupRow};
 use kvtier_device::Rope;
+use kvtier_observe::metrics::Metrics;
 use kvtier_proto::request::InstanceId;
 
-use super::context::Context;
 use super::instances::Instance;
 use file::SegmentFile;
 
@@ -101,7 +101,7 @@ impl Blend {
     /// The segments of a prompt from token `from` on; none if that takes too long.
     pub fn find(
         &self,
-        context: &Context,
+        metrics: &Metrics,
         scope: &SegmentScope,
         chunk_size: NonZeroUsize,
         tokens: &[u32],
@@ -113,7 +113,7 @@ impl Blend {
             .segments
             .find(scope, chunk_size.get(), tokens, from, is_in_time);
         found.unwrap_or_else(|| {
-            context.metrics.blend_late_lookups.inc();
+            metrics.blend_late_lookups.inc();
             Vec::new()
         })
     }

@@ -510,7 +510,7 @@ impl Lookups {
         let end = usize::try_from(key.end).unwrap_or(usize::MAX);
         let scope = blend.scope(&find.rows, &find.scope, chunk_size);
         let tokens = &tokens[..end.min(tokens.len())];
-        let matches = blend.find(&self.context, &scope, chunk_size, tokens, prefix);
+        let matches = blend.find(&self.context.metrics, &scope, chunk_size, tokens, prefix);
         if matches.is_empty() {
             return Some(Arc::default());
         }
