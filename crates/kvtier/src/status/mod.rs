@@ -292,6 +292,10 @@ fn summary(url: &str, status: &Status) -> String {
         let more = [Some(format!("{chunks} chunks in their prompts"))];
         line(&mut out, "agents", &sessions.to_string(), more);
     }
+    if let Some(blend) = &status.blend {
+        let most = [Some(format!("at most {}", blend.max_segments))];
+        line(&mut out, "segments", &blend.segments.to_string(), most);
+    }
     let workers = workers(status);
     line(&mut out, "workers", &workers.len().to_string(), []);
     for worker in workers {
