@@ -435,6 +435,10 @@ impl Engine {
                 blend.remove_rope(*instance);
                 EngineAnswer::nothing()
             }
+            // A prompt in another order is another prompt.
+            Request::CbReorderPlan { .. } if self.context.blend.is_some() => {
+                EngineAnswer::from(Response::Ints(Vec::new()))
+            }
             other => self.unserved(other.operation()),
         }
     }
