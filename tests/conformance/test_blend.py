@@ -90,7 +90,6 @@ def answers(engine):
 def test_answers_are_lmcaches(serve, engines, lmcache):
     """The scenario that was recorded of LMCache's server, at both: every answer is equal."""
     server = serve(flags=blend.FLAGS)
-    server.expect_trouble("the blocks of 56 tokens cover 1 of 3 segments")
     ours, theirs = (answers(engines(one, register=False)) for one in (server, lmcache))
     assert ours == theirs
     assert (ours["handshake 1"], ours["handshake 2"]) == ((1, True), (1, False))
@@ -141,6 +140,24 @@ def test_segments_are_lost_to_a_clear_only(serve, engines):
         assert [blend.segments(engine, SHIFTED) for _ in range(3)] == [[]] * 3
         engine.store_prompt(DOC)
         assert blend.segments(engine, SHIFTED) == MOVED
+
+
+# proves: docs/blend.md#requests
+@pytest.mark.ours("on a CPU it copies no segment")
+def test_segments_are_for_the_prompt_that_found_them(serve, engines):
+    """Other tokens in the place of a segment, and a segment that is named twice, are refused."""
+    engine = blending(engines, serve(flags=blend.FLAGS))
+    engine.store_prompt(DOC)
+    request = engine.new_request()
+    matches = blend.lookup(engine, SHIFTED, request).non_prefix_segments
+    retrieve = lambda prompt, named: blend.retrieve(engine, prompt, request, named, engine.blocks_for(96, 24))  # noqa: E731
+    for at in (37, 84):
+        assert retrieve(SHIFTED[:at] + tokens(1, 9) + SHIFTED[at + 1 :], matches) is False
+    assert retrieve(tokens(21, 9) + SHIFTED[21:], matches) is True
+    for named in (matches[:1] * 2, matches * 1000):
+        assert retrieve(SHIFTED, named) is False
+    assert retrieve(SHIFTED, matches) is True
+    engine.end(request)
 
 
 # proves: docs/blend.md#requests

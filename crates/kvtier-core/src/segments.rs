@@ -224,6 +224,21 @@ impl Segments {
         Some(found)
     }
 
+    /// Whether the tokens of all these segments stand at their places of a prompt.
+    pub fn stand_in<'a>(
+        &self,
+        scope: &SegmentScope,
+        chunk_size: usize,
+        tokens: &[u32],
+        matches: impl IntoIterator<Item = &'a SegmentMatch>,
+    ) -> bool {
+        let windows = self.windows(scope, chunk_size);
+        matches.into_iter().all(|found| {
+            let window = tokens.get(found.start..found.start + chunk_size);
+            window.is_some_and(|window| windows.content(window) == found.content)
+        })
+    }
+
     /// Removes the segment of a match whose object exists nowhere any more, unless it was registered with another hash since.
     pub fn remove(&self, found: &SegmentMatch) {
         let mut index = self.index.write();

@@ -76,11 +76,6 @@ impl RopeTable {
         self.width
     }
 
-    /// Bytes of memory.
-    pub fn bytes(&self) -> u64 {
-        size_of_val(&self.rows[..]) as u64
-    }
-
     /// Number of positions.
     pub fn positions(&self) -> u64 {
         self.rows.len() as u64 / self.width

@@ -28,6 +28,8 @@ const MAX_REMOVALS: usize = 1024;
 pub struct KvEventSource {
     /// Whether there is a log.
     is_on: bool,
+    /// Whether it, or an index of segments, needs tokens.
+    needs_tokens: bool,
     /// Start of this process in nanoseconds: the log begins with it.
     incarnation: i64,
     /// Streams that are open.
@@ -36,11 +38,12 @@ pub struct KvEventSource {
 
 impl KvEventSource {
     /// For a log of this size.
-    pub fn new(log_size: u32) -> Self {
+    pub fn new(log_size: u32, has_segments: bool) -> Self {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let nanos = now.unwrap_or_default().as_nanos();
         Self {
             is_on: log_size > 0,
+            needs_tokens: log_size > 0 || has_segments,
             incarnation: i64::try_from(nanos).unwrap_or(i64::MAX),
             subscribers: AtomicUsize::new(0),
         }
@@ -184,15 +187,17 @@ impl Engine {
         self.context.kv_events.is_on
     }
 
-    /// Whether the tokens of a request's prompt are to be kept, as it may make chunks resident.
+    /// Whether the tokens of a request's prompt are to be kept: it may make chunks resident, or needs segments.
     pub fn announces(&self, operation: Operation) -> bool {
-        let may_store = match operation {
+        let needs_them = match operation {
             Operation::Store | Operation::PrepareStore | Operation::CommitStore => true,
             Operation::Lookup => self.context.l2.is_some(),
-            Operation::CbUnifiedLookup => return self.context.blend.is_some(),
+            Operation::CbUnifiedLookup | Operation::CbRetrievePreComputed => {
+                self.context.blend.is_some()
+            }
             _ => false,
         };
-        may_store && (self.has_kv_events() || self.context.blend.is_some())
+        needs_them && self.context.kv_events.needs_tokens
     }
 
     /// The events of a model behind `cursor`; see [`kvtier_core::cache::Cache::events`].

@@ -215,7 +215,6 @@ impl Engine {
         let tiers = std::iter::once(Box::new(own) as Box<dyn QuotaTier>);
         let tiers = tiers.chain(l2.iter().flat_map(|l2| l2.tenants()));
         let quotas = Quotas::new(quotas, tiers.collect());
-        let kv_events = KvEventSource::new(config.kv_event_log_size);
         let blend = match config.engine_type {
             EngineType::Default => None,
             EngineType::Blend => {
@@ -223,6 +222,7 @@ impl Engine {
                 Some(Arc::new(Blend::open(max_segments, state.as_ref().ok())?))
             }
         };
+        let kv_events = KvEventSource::new(config.kv_event_log_size, blend.is_some());
         let context = Context {
             config: RwLock::new(config),
             chunk_size,
@@ -350,8 +350,8 @@ impl Engine {
                 let timeout = timeout.clamped(MAX_WAIT);
                 self.lookups.find(caller, key, timeout, reply);
             }
-            Request::CbRegisterRope(rope) if let Some(blend) = &self.context.blend => {
-                self.workers.register_rope(blend, rope, reply);
+            Request::CbRegisterRope(rope) if self.context.blend.is_some() => {
+                self.workers.register_rope(rope, reply);
             }
             Request::CbRetrievePreComputed(retrieve) if let Some(blend) = &self.context.blend => {
                 self.transfers.place(blend, caller, retrieve, reply);
@@ -431,8 +431,10 @@ impl Engine {
                     compatible: *client_version == BLEND_VERSION,
                 })
             }
-            Request::CbUnregisterRope { instance } if let Some(blend) = &self.context.blend => {
-                blend.remove_rope(*instance);
+            Request::CbUnregisterRope { instance } if self.context.blend.is_some() => {
+                if let Some(instance) = self.context.instances.get(*instance) {
+                    instance.set_rope(None);
+                }
                 EngineAnswer::nothing()
             }
             // A prompt in another order is another prompt.
@@ -553,12 +555,13 @@ impl Engine {
         self.transfers.expire(now);
         self.context.l1.expire();
         sessions::repeat(&self.context);
-        if let Some(blend) = &self.context.blend {
-            let _ = blend.keep();
-        }
         self.admin.evict();
         self.admin.explanations.count_misses();
         self.lookups.chunk_sizes.keep_foreign();
+        if let Some(blend) = &self.context.blend {
+            // What is left is written in the next round.
+            let _ = blend.keep();
+        }
     }
 
     /// Considers every worker and scheduler alive: the process itself was stopped, and what they have sent is not read yet.

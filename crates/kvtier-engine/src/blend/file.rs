@@ -1,7 +1,7 @@
 //! The file of the segments in the state directory: a header with the secret, then a record for each place of the ring.
 //!
 //! Once per second what has changed is written. What a kill leaves out, and a record that is torn, is not found until it is stored
-//! again. Nothing is ever wrong for it: a lookup asks whether the object of a segment is there.
+//! again. A lookup asks for the object of each segment, so an old record does no harm.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufReader, Read as _, Seek as _, SeekFrom};
@@ -20,8 +20,11 @@ const MAGIC: [u8; 32] = *b"kvtier segments of prompts 1\n\0\0\0";
 
 const HEADER_BYTES: u64 = 64;
 
-/// Records that are written in one round, at most: some MiB.
-const PER_ROUND: usize = 1 << 16;
+/// Records that one call takes: lookups wait meanwhile, some 100 us.
+const CALL_RECORDS: usize = 4096;
+
+/// Calls of one round, at most: some MiB are written.
+const ROUND_CALLS: usize = 16;
 
 /// The file.
 pub(super) struct SegmentFile {
@@ -95,17 +98,22 @@ impl SegmentFile {
         if self.has_failed.load(Ordering::Relaxed) {
             return false;
         }
-        let changes = segments.take_changes(PER_ROUND);
-        let runs = changes.chunk_by(|(place, _), (next, _)| place + 1 == *next);
-        for run in runs {
-            let bytes: Vec<u8> = run.iter().flat_map(|(_, record)| *record).collect();
-            let at = HEADER_BYTES + (run[0].0 * Segments::RECORD_BYTES) as u64;
-            if let Err(error) = self.file.write_all_at(&bytes, at) {
-                tracing::warn!(%error, "segments cannot be kept any more; after a restart those since now are found when they are stored again");
-                self.has_failed.store(true, Ordering::Relaxed);
+        for _ in 0..ROUND_CALLS {
+            let changes = segments.take_changes(CALL_RECORDS);
+            let runs = changes.chunk_by(|(place, _), (next, _)| place + 1 == *next);
+            for run in runs {
+                let bytes: Vec<u8> = run.iter().flat_map(|(_, record)| *record).collect();
+                let at = HEADER_BYTES + (run[0].0 * Segments::RECORD_BYTES) as u64;
+                if let Err(error) = self.file.write_all_at(&bytes, at) {
+                    tracing::warn!(%error, "segments cannot be kept any more; after a restart those since now are found when they are stored again");
+                    self.has_failed.store(true, Ordering::Relaxed);
+                    return false;
+                }
+            }
+            if changes.len() < CALL_RECORDS {
                 return false;
             }
         }
-        changes.len() == PER_ROUND
+        true
     }
 }

@@ -1,45 +1,33 @@
-//! What a server with `--engine-type blend` has more than another: the segments that stand behind prefixes, and how the keys of
-//! each worker are rotated to other positions.
-//!
-//! `ropes` guards the rotations by worker; no other lock is acquired inside. A worker that registers again has none until its client
-//! registers them again.
+//! What a server with `--engine-type blend` has more than another: the segments that stand behind prefixes.
 
 mod file;
 
-use std::collections::HashMap;
 use std::num::NonZeroUsize;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use kvtier_common::error::Result;
 use kvtier_common::state::StateDir;
-use kvtier_common::sync::Mutex;
-use kvtier_core::cache::{ChunkTokens, Rows};
+use kvtier_core::GroupRow;
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::segments::{SegmentMatch, SegmentScope, Segments};
-use kvtier_core::{ChunkHash, GroupRow};
-use kvtier_device::Rope;
 use kvtier_observe::metrics::Metrics;
-use kvtier_proto::request::InstanceId;
 
-use super::instances::Instance;
 use file::SegmentFile;
 
 /// Time for the segments of one lookup, beyond which its prefix stands alone.
 const FIND_TIMEOUT: Duration = Duration::from_millis(20);
 
-/// Segments, and rotations of keys.
+/// Objects that all requests together may lease for segments; each costs some 80 bytes here.
+const MAX_LEASED: usize = 4 << 20;
+
+/// The segments of this server.
 pub struct Blend {
     pub segments: Segments,
     file: Option<SegmentFile>,
-    ropes: Mutex<HashMap<InstanceId, WorkerRope>>,
-}
-
-/// How the keys of a worker are rotated.
-struct WorkerRope {
-    /// The registration that it was checked against.
-    instance: Weak<Instance>,
-    rope: Arc<Rope>,
+    /// Objects that are leased for segments.
+    leased: Arc<AtomicUsize>,
 }
 
 impl Blend {
@@ -60,7 +48,7 @@ impl Blend {
         Ok(Self {
             segments,
             file,
-            ropes: Mutex::default(),
+            leased: Arc::default(),
         })
     }
 
@@ -83,21 +71,6 @@ impl Blend {
         SegmentScope::new(namespaces, chunk_size.get())
     }
 
-    /// Registers chunks of a store of the first rank.
-    pub fn register(
-        &self,
-        rows: &Rows,
-        scope: &KeyScope,
-        chunk_size: NonZeroUsize,
-        first: usize,
-        hashes: &[ChunkHash],
-        known: &ChunkTokens,
-    ) {
-        let scope = self.scope(rows, scope, chunk_size);
-        self.segments
-            .register(&scope, chunk_size.get(), first, hashes, &known.tokens);
-    }
-
     /// The segments of a prompt from token `from` on; none if that takes too long.
     pub fn find(
         &self,
@@ -118,28 +91,25 @@ impl Blend {
         })
     }
 
-    /// Keeps how the keys of a worker are rotated.
-    pub fn insert_rope(&self, instance: &Arc<Instance>, rope: Rope) {
-        let mut ropes = self.ropes.lock();
-        ropes.retain(|_, known| known.instance.strong_count() > 0);
-        let rope = WorkerRope {
-            instance: Arc::downgrade(instance),
-            rope: Arc::new(rope),
+    /// Counts objects as leased for segments; `None` if there are too many.
+    pub fn count_leased(&self, objects: usize) -> Option<LeasedSegments> {
+        let before = self.leased.fetch_add(objects, Ordering::Relaxed);
+        let counted = LeasedSegments {
+            all: Arc::clone(&self.leased),
+            objects,
         };
-        ropes.insert(instance.id, rope);
+        (before + objects <= MAX_LEASED).then_some(counted)
     }
+}
 
-    /// Forgets it.
-    pub fn remove_rope(&self, id: InstanceId) {
-        let removed = self.ropes.lock().remove(&id);
-        drop(removed);
-    }
+/// Objects that are leased for segments, until it is dropped.
+pub struct LeasedSegments {
+    all: Arc<AtomicUsize>,
+    objects: usize,
+}
 
-    /// How the keys of a worker are rotated.
-    pub fn rope(&self, instance: &Arc<Instance>) -> Option<Arc<Rope>> {
-        let ropes = self.ropes.lock();
-        let known = ropes.get(&instance.id)?;
-        let is_same = known.instance.as_ptr() == Arc::as_ptr(instance);
-        is_same.then(|| Arc::clone(&known.rope))
+impl Drop for LeasedSegments {
+    fn drop(&mut self) {
+        self.all.fetch_sub(self.objects, Ordering::Relaxed);
     }
 }

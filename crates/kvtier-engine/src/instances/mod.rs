@@ -1,4 +1,6 @@
 //! A registered worker: its pages or objects, its pings, and the copies that its end waits for.
+//!
+//! The mutex guards how its keys are rotated; no other lock is acquired inside.
 
 mod fingerprint;
 mod gate;
@@ -10,9 +12,10 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use kvtier_common::error::{Error, ErrorKind, Result};
+use kvtier_common::sync::Mutex;
 use kvtier_core::GroupRow;
 use kvtier_core::object_key::KeyScope;
-use kvtier_device::EngineMemory;
+use kvtier_device::{EngineMemory, Rope};
 use kvtier_proto::descriptor::TensorDescriptor;
 use kvtier_proto::generation::Release;
 use kvtier_proto::inline::InlineForm;
@@ -144,6 +147,7 @@ pub struct Instance {
     /// One reference for each retrieve in flight into its pages, and one of its own.
     retrieves: Arc<()>,
     gate: Arc<Gate>,
+    rope: Mutex<Option<Arc<Rope>>>,
 }
 
 impl Instance {
@@ -178,7 +182,19 @@ impl Instance {
             },
             retrieves: Arc::default(),
             gate: Arc::default(),
+            rope: Mutex::default(),
         }
+    }
+
+    /// How the keys in its pages are rotated, if its client has registered that.
+    pub fn rope(&self) -> Option<Arc<Rope>> {
+        self.rope.lock().clone()
+    }
+
+    /// Sets it.
+    pub fn set_rope(&self, rope: Option<Rope>) {
+        let before = std::mem::replace(&mut *self.rope.lock(), rope.map(Arc::new));
+        drop(before);
     }
 
     /// Guard for a transfer: held while the instance's pages are copied.

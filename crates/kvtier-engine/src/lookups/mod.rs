@@ -43,7 +43,8 @@ use super::sessions;
 use super::{Caller, EngineAnswer, Reply};
 use chunk_sizes::{ChunkSizes, LookupRange};
 use find::{FoundBefore, ObjectFind};
-use held::{FoundSegments, HeldLookup, HeldLookups, HeldSegments, LookupOutcome, SegmentsOutcome};
+pub use held::FoundSegments;
+use held::{HeldLookup, HeldLookups, HeldSegments, LookupOutcome, SegmentsOutcome};
 pub use recent::{RecentLookup, RecentLookups};
 use segments::SegmentFind;
 
@@ -305,9 +306,10 @@ impl Lookups {
         timeout: Duration,
         mut reply: Reply,
     ) {
-        let find = match key.tokens.is_object_keys {
-            true => self.object_find(caller, key),
-            false => Err("bad_key"),
+        let find = if key.tokens.is_object_keys {
+            self.object_find(caller, key)
+        } else {
+            Err("bad_key")
         };
         let find = match find {
             Ok(find) => find,
@@ -450,9 +452,15 @@ impl Lookups {
         key: &CacheKey<'_, Prompt>,
         tp_size: i64,
     ) -> EngineAnswer {
-        let outcome = || self.held.outcome(key.request_id, caller.connection);
+        let (id, connection) = (key.request_id, caller.connection);
+        let outcome = || self.held.outcome(id, connection);
         let mut refused = None;
-        let found = match outcome() {
+        let known = if self.held.is_of(id, connection, &key.tokens.hashes) {
+            outcome()
+        } else {
+            LookupOutcome::Unknown
+        };
+        let found = match known {
             LookupOutcome::Unknown => {
                 refused = self.lookup(caller, key, tp_size).refused;
                 outcome()
@@ -517,9 +525,11 @@ impl Lookups {
         let hashes = matches.iter().map(|segment| segment.hash).collect();
         let segments = SegmentFind {
             find: ObjectFind { hashes, ..find },
+            blend: Arc::clone(blend),
+            scope,
             matches,
             serial,
-            alive,
+            _alive: alive,
         };
         segments.run()
     }

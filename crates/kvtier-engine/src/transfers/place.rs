@@ -13,6 +13,7 @@ use kvtier_proto::response::Response;
 
 use super::super::blend::Blend;
 use super::super::instances::{CopyGuard, Instance};
+use super::super::lookups::FoundSegments;
 use super::super::{Caller, EngineAnswer, Reply};
 use super::copy::{count_end, failed, not_held};
 use super::{Transfers, deadline};
@@ -26,7 +27,7 @@ pub(super) struct PlaceRequest<'a> {
     pub retrieve: &'a RetrieveMatched<'a, Prompt>,
 }
 
-/// What keeps the bytes and the pages until they are copied.
+/// A placement whose bytes are being copied: it keeps them and the pages.
 struct InFlightPlacement {
     _leases: Vec<ReadLease<L1Allocator>>,
     _retrieving: Arc<()>,
@@ -54,7 +55,7 @@ impl PlaceRequest<'_> {
         let event = instance.answer_event(self.retrieve.event_handle, self.caller.release);
         match self.plan(&instance) {
             Ok(Some((placement, in_flight))) => {
-                if !reply.later() {
+                if !reply.later_in_turn() {
                     return drop((placement, in_flight));
                 }
                 let pages = Arc::clone(in_flight.guard.pages());
@@ -73,6 +74,30 @@ impl PlaceRequest<'_> {
         }
     }
 
+    /// The segments that the request names, each once, if a lookup of its prompt has found all of them.
+    fn named<'f>(&self, found: &'f FoundSegments) -> Option<Vec<&'f SegmentMatch>> {
+        let (tokens, asked) = (&self.retrieve.key.tokens, &self.retrieve.matches);
+        let (size, scope) = (tokens.chunk_size.get(), found.scope.as_ref()?);
+        if asked.len() > found.matches.len() {
+            return None;
+        }
+        let named = asked.iter().map(|asked| {
+            let start = usize::try_from(asked.start).ok()?;
+            let at = found.matches.binary_search_by_key(&start, |it| it.start);
+            let segment = &found.matches[at.ok()?];
+            is_same(asked, segment, size).then_some(segment)
+        });
+        let mut named = named.collect::<Option<Vec<_>>>()?;
+        named.sort_unstable_by_key(|segment| segment.start);
+        named.dedup_by_key(|segment| segment.start);
+        let is_theirs = named.len() == asked.len()
+            && self
+                .blend
+                .segments
+                .stand_in(scope, size, &tokens.tokens, named.iter().copied());
+        is_theirs.then_some(named)
+    }
+
     /// Leases the segments and plans their copies; nothing if there are none to be written yet.
     fn plan(&self, instance: &Arc<Instance>) -> Result<Option<(Placement, InFlightPlacement)>> {
         let (transfers, retrieve) = (self.transfers, self.retrieve);
@@ -86,7 +111,7 @@ impl PlaceRequest<'_> {
         }
         let guard = instance.copying()?;
         let layout = Arc::clone(guard.pages().layout());
-        let rope = self.blend.rope(instance).ok_or_else(|| {
+        let rope = instance.rope().ok_or_else(|| {
             let message = "the instance has no rotation; allowed: one after cb_register_rope";
             Error::new(ErrorKind::NotHeld, message)
         })?;
@@ -94,18 +119,23 @@ impl PlaceRequest<'_> {
             .worker_id
             .ok_or_else(|| Error::refused("worker_id is nil; allowed: the number of a worker"))?;
         let scope = context.short_scope(key)?;
+        let size = key.tokens.chunk_size.get();
+        if size as u64 != layout.chunk_tokens() {
+            return Err(Error::refused(format!(
+                "the key is in chunks of {size} tokens; allowed: {}, as the worker registered",
+                layout.chunk_tokens()
+            )));
+        }
         if retrieve.matches.is_empty() {
             return Ok(None);
         }
         let found = transfers.lookups.held.segments_of(key.request_id, &scope);
-        let found = found.ok_or_else(not_held)?;
-        let size = key.tokens.chunk_size.get();
-        let segments = retrieve.matches.iter().map(|asked| {
-            let found = found.matches.iter();
-            let mut found = found.filter(|segment| is_same(asked, segment, size));
-            found.next().cloned().ok_or_else(not_held)
-        });
-        let segments = segments.collect::<Result<Vec<_>>>()?;
+        let segments = found.iter().find_map(|found| self.named(found));
+        let segments = segments.ok_or_else(|| {
+            let (count, model) = (retrieve.matches.len() as u64, key.model_name);
+            context.metrics.not_found("l1_retrieve", model, count);
+            not_held()
+        })?;
         let lists = layout.kernel_groups().iter().map(|group| {
             let list = usize::try_from(group.engine_group_id).ok();
             let list = list.and_then(|list| retrieve.block_ids.get(list));
@@ -120,7 +150,7 @@ impl PlaceRequest<'_> {
         let lists = lists.collect::<Result<Vec<_>>>()?;
         let blocks = PromptBlocks::check(&layout, &lists).map_err(Error::refused)?;
         let allocated = blocks.tokens();
-        let covered = |segment: &&SegmentMatch| (segment.start + size) as u64 <= allocated;
+        let covered = |segment: &&&SegmentMatch| (segment.start + size) as u64 <= allocated;
         match segments.iter().filter(covered).count() {
             count if count == segments.len() => {}
             // The engine asks again when it has allocated more.

@@ -10,11 +10,12 @@ use kvtier_core::cache::{
     ChunkTokens, Committed, KeyOutcome, Reservation, ReserveOptions, ReserveRequest,
     ReservedPrompt, StagedObject,
 };
-use kvtier_core::{ChunkHash, Namespace};
+use kvtier_core::{ChunkHash, GroupRow, Namespace};
 use kvtier_device::{ChunkCopy, ChunkRequest, Transfer};
 use kvtier_store::l1::L1Allocator;
 use kvtier_store::tiers::StoredPrompt;
 
+use super::super::blend::Blend;
 use super::super::context::Context;
 use super::super::instances::{GroupLayout, Instance, ModelLayout};
 use super::Transfers;
@@ -177,8 +178,40 @@ impl StorePlan {
             let rows = range.rows(context);
             context.l1.cache.announce(&rows, hashes, tokens);
             if let (Some(blend), 0) = (&context.blend, range.worker) {
-                let (scope, first) = (&range.scope, range.chunks.start);
-                blend.register(&rows, scope, range.chunk_size, first, hashes, tokens);
+                self.register(context, blend, range, &rows, &tokens.tokens);
+            }
+        }
+    }
+}
+
+impl StorePlan {
+    /// Registers those chunks of its range as segments that the cache has.
+    fn register(
+        &self,
+        context: &Context,
+        blend: &Blend,
+        range: &WorkerRange,
+        rows: &[GroupRow],
+        tokens: &[u32],
+    ) {
+        let size = range.chunk_size.get();
+        let scope = blend.scope(rows, &range.scope, range.chunk_size);
+        let hashes = &self.prompt[range.chunks.clone()];
+        let Some(first) = rows
+            .iter()
+            .find(|row| row.namespace.kv_rank() == range.kv_rank)
+        else {
+            return;
+        };
+        let resident = context.l1.cache.contains(&first.namespace, hashes);
+        let mut end = 0;
+        for run in resident.chunk_by(|one, next| one == next) {
+            let start = end;
+            end += run.len();
+            if run[0] {
+                let (hashes, tokens) = (&hashes[start..end], &tokens[start * size..end * size]);
+                let (segments, first) = (&blend.segments, range.chunks.start + start);
+                segments.register(&scope, size, first, hashes, tokens);
             }
         }
     }

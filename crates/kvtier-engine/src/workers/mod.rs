@@ -25,7 +25,6 @@ use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{EngineDrivenContext, InstanceId, Registration, RopeRegistration};
 use kvtier_proto::response::{EngineDriven, Response};
 
-use super::blend::Blend;
 use super::context::Context;
 use super::devices::Devices;
 use super::instances::{Instance, Mode};
@@ -93,12 +92,7 @@ impl Workers {
     }
 
     /// Registers how the keys of a worker's pages are rotated.
-    pub fn register_rope(
-        self: &Arc<Self>,
-        blend: &Arc<Blend>,
-        registration: &RopeRegistration<'_>,
-        reply: Reply,
-    ) {
+    pub fn register_rope(self: &Arc<Self>, registration: &RopeRegistration<'_>, reply: Reply) {
         let refused = |id: InstanceId, error: &Error| {
             tracing::warn!(instance = id.0, %error, "cb_register_rope refused");
             EngineAnswer::error(error.to_string(), "bad_rope")
@@ -107,12 +101,11 @@ impl Workers {
             Ok(rope) => rope,
             Err(error) => return reply.answer(refused(registration.instance, &error)),
         };
-        let on_gpu = self.context.instances.is_on_gpu(rope.id);
-        let blend = Arc::clone(blend);
+        let on_gpu = rope.is_on_gpu() || self.context.instances.is_on_gpu(rope.id);
         self.answer_with(on_gpu, reply, move |workers| {
             match rope.open(&workers.context) {
                 Ok((instance, opened)) => {
-                    blend.insert_rope(&instance, opened);
+                    instance.set_rope(Some(opened));
                     EngineAnswer::nothing()
                 }
                 Err(error) => refused(rope.id, &error),

@@ -3,15 +3,15 @@
 use std::sync::Arc;
 
 use kvtier_common::error::{Error, Result};
-use kvtier_device::{GroupRope, KernelGroup, KvQuant, Rope, RopeTable, TensorSpec};
+use kvtier_device::{GroupRope, KernelGroup, KvQuant, MemorySpec, Rope, RopeTable, TensorSpec};
 use kvtier_proto::request::{InstanceId, RopeRegistration};
 
 use super::super::context::Context;
 use super::super::instances::Instance;
 use super::tensors::tensor_spec;
 
-/// Bytes of the tables of one worker, at most.
-const MAX_TABLE_BYTES: u64 = 1 << 30;
+/// Tables of one worker, at most: a model has one for each kind of attention.
+const MAX_TABLES: usize = 8;
 
 /// A registration, read and not yet checked against the pages.
 pub(super) struct NewRope {
@@ -32,6 +32,12 @@ impl NewRope {
     /// # Errors
     /// One line: the field, its value, and what is allowed.
     pub(super) fn read(registration: &RopeRegistration<'_>) -> Result<Self> {
+        if registration.caches.len() > MAX_TABLES {
+            return Err(Error::refused(format!(
+                "cos_sin_caches has {} entries; allowed: at most {MAX_TABLES}",
+                registration.caches.len()
+            )));
+        }
         let tensors = registration.caches.iter().map(tensor_spec);
         let quant = KvQuant::from_name(registration.kv_quant).ok_or_else(|| {
             Error::refused(format!(
@@ -51,6 +57,12 @@ impl NewRope {
         })
     }
 
+    /// Whether a GPU's driver is needed to read it.
+    pub(super) fn is_on_gpu(&self) -> bool {
+        let is_cuda = |tensor: &TensorSpec| matches!(tensor.memory, MemorySpec::Cuda(_));
+        self.tensors.iter().any(is_cuda)
+    }
+
     /// Copies the tables and checks all of it against the pages of the worker.
     ///
     /// # Errors
@@ -68,29 +80,22 @@ impl NewRope {
                 self.id
             ))
         })?;
-        let (mut tables, mut bytes) = (Vec::new(), 0);
-        for tensor in &self.tensors {
-            let table = context.devices.read_table(tensor)?;
-            bytes += table.bytes();
-            if bytes > MAX_TABLE_BYTES {
-                return Err(Error::refused(format!(
-                    "{} cos/sin caches have more than {MAX_TABLE_BYTES} bytes of float32 together; allowed: at most that",
-                    self.tensors.len()
-                )));
-            }
-            tables.push(table);
-        }
+        let tables = self
+            .tensors
+            .iter()
+            .map(|tensor| context.devices.read_table(tensor));
+        let tables = tables.collect::<Result<Vec<_>>>()?;
         let layout = pages.layout();
         let groups = layout.kernel_groups().iter();
-        let groups = groups.map(|group| self.of_group(group, &tables));
+        let groups = groups.map(|group| self.group_rope(group, &tables));
         let groups = groups.collect::<Result<_>>()?;
         let rope = Rope::check(layout, tables, groups).map_err(Error::refused)?;
         Ok((instance, rope))
     }
 
-    fn of_group(&self, group: &KernelGroup, tables: &[RopeTable]) -> Result<GroupRope> {
+    fn group_rope(&self, group: &KernelGroup, tables: &[RopeTable]) -> Result<GroupRope> {
         let engine_group = group.engine_group_id;
-        let head_size = of_engine_group("group_head_size", &self.head_sizes, engine_group)?;
+        let head_size = find_engine_group("group_head_size", &self.head_sizes, engine_group)?;
         let head_size =
             head_size.map_or(Ok(self.head_size), |size| count("group_head_size", *size));
         let mut rope = GroupRope {
@@ -100,7 +105,7 @@ impl NewRope {
             neox: self.neox,
             quant: self.quant,
         };
-        let table = of_engine_group("group_to_cache", &self.tables, engine_group)?;
+        let table = find_engine_group("group_to_cache", &self.tables, engine_group)?;
         let table = table.copied().unwrap_or(0);
         // A model without RoPE has no tables, a group without it the number -1.
         if self.tensors.is_empty() || table == -1 {
@@ -115,8 +120,11 @@ impl NewRope {
                 tables.len()
             )));
         };
-        (rope.table, rope.window) = match of_engine_group("group_rot", &self.windows, engine_group)?
-        {
+        (rope.table, rope.window) = match find_engine_group(
+            "group_rot",
+            &self.windows,
+            engine_group,
+        )? {
             None => (Some(table), [0, tables[table].width()]),
             Some(window) => match window[..] {
                 [] => (None, [0, 0]),
@@ -129,7 +137,8 @@ impl NewRope {
                 }
                 _ => {
                     return Err(Error::refused(format!(
-                        "group_rot[{engine_group}] is {window:?}; allowed: an offset and a width, or nothing"
+                        "group_rot[{engine_group}] has {} entries; allowed: an offset and a width, or none",
+                        window.len()
                     )));
                 }
             },
@@ -139,7 +148,7 @@ impl NewRope {
 }
 
 /// The value of an engine group; nothing in a list that is empty, which all groups may leave out.
-fn of_engine_group<'a, T>(
+fn find_engine_group<'a, T>(
     field: &str,
     values: &'a [T],
     engine_group: i64,

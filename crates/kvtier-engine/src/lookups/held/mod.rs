@@ -20,11 +20,12 @@ use kvtier_common::sync::Mutex;
 use kvtier_core::cache::PrefixLease;
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prefetch::Cell;
-use kvtier_core::segments::SegmentMatch;
+use kvtier_core::segments::{SegmentMatch, SegmentScope};
 use kvtier_core::{ChunkHash, Namespace};
 use kvtier_proto::request::InstanceId;
 use tokio::sync::watch;
 
+use super::super::blend::LeasedSegments;
 use super::super::sessions::table::AtEnd;
 use kvtier_store::l1::L1Allocator;
 use kvtier_store::tiers::Prefetched;
@@ -62,34 +63,35 @@ pub struct HeldLookup {
     pub created: Duration,
     /// What happens to its agent's session when it ends.
     pub at_end: Option<AtEnd>,
-    /// What it has beside its prefix.
+    /// Segments behind its prefix.
     pub segments: HeldSegments,
 }
 
-/// The segments that a lookup has beside its prefix.
+/// Segments behind the prefix of a lookup.
 #[derive(Default)]
 pub enum HeldSegments {
-    /// They are not looked for.
+    /// Nobody has looked for them.
     #[default]
     Unknown,
-    /// They are looked for, while this lives.
+    /// A task looks for them, while this lives.
     Pending(Weak<()>),
-    /// These, leased until the lookup is dropped or replaced.
+    /// What was found.
     Found(Arc<FoundSegments>),
 }
 
-/// Segments that were found, in the order of the prompt.
+/// Segments in the order of their prompt. They are leased for as long as this lives.
 #[derive(Default)]
 pub struct FoundSegments {
-    /// What they are, and where they go.
+    /// Scope of the segments; `None` if there are none.
+    pub scope: Option<SegmentScope>,
     pub matches: Vec<SegmentMatch>,
-    /// The lease on their objects.
-    pub _lease: Option<PrefixLease<L1Allocator>>,
+    /// The lease, counted.
+    pub lease: Option<(PrefixLease<L1Allocator>, LeasedSegments)>,
 }
 
 /// What is known of the segments of a lookup.
 pub enum SegmentsOutcome {
-    /// Nothing: they are to be looked for, for the lookup of this serial. Others wait while this lives.
+    /// Nothing: the caller looks for them, for the lookup of this serial. Others wait while the second lives.
     Unknown(u64, Arc<()>),
     /// The tiers are still being asked.
     Pending,
@@ -212,6 +214,13 @@ impl HeldLookups {
         self.with_outcome(request_id, connection, |_| {})
     }
 
+    /// Whether the lookup of a request whose result was not taken is one of this prompt.
+    pub fn is_of(&self, request_id: &str, connection: u64, hashes: &[ChunkHash]) -> bool {
+        let mut table = self.table.lock();
+        let entry = table.own(request_id, connection, |entry| entry.unread);
+        entry.is_some_and(|entry| hashes.starts_with(&entry.lookup.prompt))
+    }
+
     fn with_outcome(
         &self,
         request_id: &str,
@@ -265,15 +274,17 @@ impl HeldLookups {
         }
     }
 
-    /// The segments that a worker may read by a request's lookup.
-    pub fn segments_of(&self, request_id: &str, scope: &KeyScope) -> Option<Arc<FoundSegments>> {
+    /// The segments that workers may read by the lookups of a request.
+    pub fn segments_of(&self, request_id: &str, scope: &KeyScope) -> Vec<Arc<FoundSegments>> {
         let table = self.table.lock();
-        let entries = table.by_request.get(request_id)?.iter();
+        let entries = table.by_request.get(request_id);
+        let entries = entries.into_iter().flatten();
         let own = entries.filter(|entry| same_scope(&entry.lookup.scope, scope));
-        own.rev().find_map(|entry| match &entry.lookup.segments {
+        let found = own.filter_map(|entry| match &entry.lookup.segments {
             HeldSegments::Found(found) => Some(Arc::clone(found)),
             _ => None,
-        })
+        });
+        found.collect()
     }
 
     /// The namespaces, one per object group, in which a worker of `kv_rank` and this layout may read these chunks by a
@@ -441,7 +452,11 @@ impl HeldLookups {
             if lookup.created >= limit || lookup.until_end {
                 continue;
             }
-            entry.lookup.segments = HeldSegments::Unknown;
+            if let HeldSegments::Found(found) = &entry.lookup.segments {
+                let lease = found.lease.as_ref();
+                released += lease.map_or(0, |(lease, _)| lease.held());
+                entry.lookup.segments = HeldSegments::Found(Arc::default());
+            }
             if !entry.lookup.lease.is_empty() {
                 let (rows, hit) = (entry.lookup.lease.rows().len(), entry.lookup.hit_chunks);
                 released += entry.lookup.lease.release_range(0..rows, 0..hit);
