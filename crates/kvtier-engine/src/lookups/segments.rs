@@ -83,7 +83,7 @@ impl SegmentFind {
         let tokens = (matches.len() * self.find.chunk_size) as u64;
         let leased = self.blend.count_leased(lookup.lease.held());
         let found = match leased {
-            // So many wait for their workers that this prompt has its prefix alone.
+            // Beyond the limit a prompt has its prefix alone.
             None => Arc::default(),
             Some(leased) => {
                 let metrics = &self.find.context.metrics;

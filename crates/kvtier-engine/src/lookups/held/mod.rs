@@ -70,7 +70,7 @@ pub struct HeldLookup {
 /// Segments behind the prefix of a lookup.
 #[derive(Default)]
 pub enum HeldSegments {
-    /// Nobody has looked for them.
+    /// No search has begun.
     #[default]
     Unknown,
     /// A task looks for them, while this lives.
