@@ -24,6 +24,7 @@ use kvtier_common::sync::Mutex;
 use kvtier_core::object_key::ObjectKey;
 use kvtier_l2::StoreItem;
 use kvtier_l2::net::{Link, ServerTls, TlsError};
+use rustix::net::sockopt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout};
@@ -46,6 +47,10 @@ const SEND_BYTES: u64 = 1 << 20;
 
 /// Unsent bytes from which on no further request is answered.
 const MAX_UNSENT: u64 = 1 << 20;
+
+/// Send buffer of a connection, half of what the system counts. The system's own choice, up to 4 MiB, costs a seventh more CPU
+/// time over loopback.
+const SEND_BUFFER: usize = 512 << 10;
 
 /// Pause after the system has no connection to give.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -178,6 +183,7 @@ impl ReadPort {
         let opened = Instant::now();
         // As the connections to other servers.
         tune(&stream, SEND_TIMEOUT)?;
+        sockopt::set_socket_send_buffer_size(&stream, SEND_BUFFER)?;
         let socket = Socket::Tcp(stream);
         let stream = match &self.tls {
             None => Stream::plain(socket),
