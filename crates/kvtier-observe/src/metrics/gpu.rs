@@ -53,52 +53,27 @@ struct GpuLabels {
 const RUN_NAMES: [&str; RUN_BUCKETS.len() + 1] =
     ["256", "1024", "4096", "16384", "65536", "262144", "more"];
 
-/// The metrics of the GPUs.
-pub struct GpuMetrics {
-    bytes: Family<MovedLabels, Counter>,
-    pieces: Family<MovedLabels, Counter>,
-    seconds: Family<MovedLabels, Counter<f64, AtomicU64>>,
-    runs: Family<RunLabels, Counter>,
-    in_flight: Family<DirectionLabels, Gauge>,
-    event_timeouts: Family<GpuLabels, Counter>,
-    healthy: Family<GpuLabels, Gauge>,
-    open_allocations: Family<GpuLabels, Gauge>,
-    pinned_bytes: Gauge,
+metrics! {
+    /// The metrics of the GPUs.
+    pub struct GpuMetrics(own) {} with {
+        bytes: Family<MovedLabels, Counter> = own.gpu_copied_bytes, "Bytes copied between a GPU and L1";
+        pieces: Family<MovedLabels, Counter> = own.gpu_copied_pieces, "Pieces handed to a GPU and done";
+        seconds: Family<MovedLabels, Counter<f64, AtomicU64>> = own.gpu_copy_seconds,
+            "Time from handing pieces to a GPU to seeing that they are done; pieces overlap";
+        runs: Family<RunLabels, Counter> = own.gpu_copied_runs,
+            "Contiguous runs copied, by the mean length of their piece in bytes";
+        in_flight: Family<DirectionLabels, Gauge> = own.gpu_transfers_under_way,
+            "Stores and retrieves of workers on a GPU that have not ended";
+        event_timeouts: Family<GpuLabels, Counter> = own.gpu_event_timeouts,
+            "Transfers that failed because the engine's event did not complete";
+        healthy: Family<GpuLabels, Gauge> = own.gpu_healthy,
+            "0 when a GPU is of no use: after an error until the next start, or as long as its driver hangs while it is taken into use";
+        open_allocations: Family<GpuLabels, Gauge> = own.gpu_open_allocations, "Allocations of workers that are open";
+        pinned_bytes: Gauge = own.l1_pinned_bytes, "Bytes of L1 that GPUs reach directly";
+    }
 }
 
 impl GpuMetrics {
-    pub(super) fn new(own: &mut Prefix) -> Self {
-        Self {
-            bytes: own.add("gpu_copied_bytes", "Bytes copied between a GPU and L1"),
-            pieces: own.add("gpu_copied_pieces", "Pieces handed to a GPU and done"),
-            seconds: own.add(
-                "gpu_copy_seconds",
-                "Time from handing pieces to a GPU to seeing that they are done; pieces overlap",
-            ),
-            runs: own.add(
-                "gpu_copied_runs",
-                "Contiguous runs copied, by the mean length of their piece in bytes",
-            ),
-            in_flight: own.add(
-                "gpu_transfers_under_way",
-                "Stores and retrieves of workers on a GPU that have not ended",
-            ),
-            event_timeouts: own.add(
-                "gpu_event_timeouts",
-                "Transfers that failed because the engine's event did not complete",
-            ),
-            healthy: own.add(
-                "gpu_healthy",
-                "0 when a GPU is of no use: after an error until the next start, or as long as its driver hangs while it is taken into use",
-            ),
-            open_allocations: own.add(
-                "gpu_open_allocations",
-                "Allocations of workers that are open",
-            ),
-            pinned_bytes: own.add("l1_pinned_bytes", "Bytes of L1 that GPUs reach directly"),
-        }
-    }
-
     pub(super) fn read(&self, gpus: &[GpuFigures], pinned_bytes: u64) {
         let set = |counter: &Counter, value: u64| counter.inner().store(value, Ordering::Relaxed);
         self.pinned_bytes

@@ -155,143 +155,97 @@ pub struct GuardReadings {
     pub retried: u64,
 }
 
-type Figure<T, V> = (&'static str, &'static str, fn(&T) -> V);
+figures! {
+    /// What a tier's counters have, by name.
+    COUNTERS: [TierReadings; 13] {
+        l2_stored_objects: "Objects written", |tier| tier.stored_objects;
+        l2_stored_bytes: "Bytes written", |tier| tier.stored_bytes;
+        l2_already_there_objects: "Objects not written because they were there", |tier| tier.already_there;
+        l2_dropped_objects: "Objects not stored because too many bytes waited", |tier| tier.dropped_objects;
+        l2_dropped_bytes: "Bytes of those", |tier| tier.dropped_bytes;
+        l2_looked_up_objects: "Objects asked for", |tier| tier.looked_up;
+        l2_found_objects: "Objects found", |tier| tier.found;
+        l2_loaded_objects: "Objects read", |tier| tier.loaded_objects;
+        l2_loaded_bytes: "Bytes read", |tier| tier.loaded_bytes;
+        l2_unverified_objects: "Objects read that had no checksum to compare with", |tier| tier.unverified;
+        l2_quarantined_objects: "Objects quarantined because they were not what was stored", |tier| tier.quarantined;
+        l2_evicted_objects: "Objects evicted", |tier| tier.evicted_objects;
+        l2_evicted_bytes: "Bytes evicted", |tier| tier.evicted_bytes;
+    }
+}
 
-/// What a tier's counters have, by name.
-const COUNTERS: [Figure<TierReadings, u64>; 13] = [
-    ("l2_stored_objects", "Objects written", |tier| {
-        tier.stored_objects
-    }),
-    ("l2_stored_bytes", "Bytes written", |tier| tier.stored_bytes),
-    (
-        "l2_already_there_objects",
-        "Objects not written because they were there",
-        |tier| tier.already_there,
-    ),
-    (
-        "l2_dropped_objects",
-        "Objects not stored because too many bytes waited",
-        |tier| tier.dropped_objects,
-    ),
-    ("l2_dropped_bytes", "Bytes of those", |tier| {
-        tier.dropped_bytes
-    }),
-    ("l2_looked_up_objects", "Objects asked for", |tier| {
-        tier.looked_up
-    }),
-    ("l2_found_objects", "Objects found", |tier| tier.found),
-    ("l2_loaded_objects", "Objects read", |tier| {
-        tier.loaded_objects
-    }),
-    ("l2_loaded_bytes", "Bytes read", |tier| tier.loaded_bytes),
-    (
-        "l2_unverified_objects",
-        "Objects read that had no checksum to compare with",
-        |tier| tier.unverified,
-    ),
-    (
-        "l2_quarantined_objects",
-        "Objects quarantined because they were not what was stored",
-        |tier| tier.quarantined,
-    ),
-    ("l2_evicted_objects", "Objects evicted", |tier| {
-        tier.evicted_objects
-    }),
-    ("l2_evicted_bytes", "Bytes evicted", |tier| {
-        tier.evicted_bytes
-    }),
-];
+figures! {
+    /// What a tier is like now, by name.
+    GAUGES: [TierReadings; 7] {
+        l2_capacity_bytes: "Bytes the objects may take; 0 is no bound", |tier| tier.capacity_bytes;
+        l2_objects: "Objects there", |tier| tier.objects;
+        l2_queued_objects: "Objects that wait to be stored or are being stored", |tier| tier.queued_objects;
+        l2_queued_bytes: "Bytes of those", |tier| tier.queued_bytes;
+        l2_healthy: "1 while the backend answers and no breaker is open", |tier| u64::from(tier.is_healthy);
+        l2_full: "1 while there is no free space", |tier| u64::from(tier.is_full);
+        l2_recovering: "1 while it is not known what was there before the start", |tier| u64::from(tier.is_recovering);
+    }
+}
 
-/// What a tier is like now, by name.
-const GAUGES: [Figure<TierReadings, u64>; 7] = [
-    (
-        "l2_capacity_bytes",
-        "Bytes the objects may take; 0 is no bound",
-        |tier| tier.capacity_bytes,
-    ),
-    ("l2_objects", "Objects there", |tier| tier.objects),
-    (
-        "l2_queued_objects",
-        "Objects that wait to be stored or are being stored",
-        |tier| tier.queued_objects,
-    ),
-    ("l2_queued_bytes", "Bytes of those", |tier| {
-        tier.queued_bytes
-    }),
-    (
-        "l2_healthy",
-        "1 while the backend answers and no breaker is open",
-        |tier| u64::from(tier.is_healthy),
-    ),
-    ("l2_full", "1 while there is no free space", |tier| {
-        u64::from(tier.is_full)
-    }),
-    (
-        "l2_recovering",
-        "1 while it is not known what was there before the start",
-        |tier| u64::from(tier.is_recovering),
-    ),
-];
+figures! {
+    /// What a guard counts, by name.
+    GUARDS: [GuardReadings; 4] {
+        l2_breaker_opened: "Times the breaker opened", |guard| guard.opened;
+        l2_breaker_refused_calls: "Calls the breaker did not let through", |guard| guard.refused;
+        l2_late_calls: "Calls that missed their deadline", |guard| guard.late;
+        l2_retried_objects: "Objects that were tried again", |guard| guard.retried;
+    }
+}
 
-/// What a guard counts, by name.
-const GUARDS: [Figure<GuardReadings, u64>; 4] = [
-    ("l2_breaker_opened", "Times the breaker opened", |guard| {
-        guard.opened
-    }),
-    (
-        "l2_breaker_refused_calls",
-        "Calls the breaker did not let through",
-        |guard| guard.refused,
-    ),
-    (
-        "l2_late_calls",
-        "Calls that missed their deadline",
-        |guard| guard.late,
-    ),
-    (
-        "l2_retried_objects",
-        "Objects that were tried again",
-        |guard| guard.retried,
-    ),
-];
-
-/// The metrics of the tiers.
-pub struct L2Metrics {
-    salts: Arc<Names>,
-    models: Arc<Names>,
-
-    lookup_requests: Counter,
-    lookup_objects: Family<SaltLabels, Counter>,
-    load_requests: Counter,
-    load_objects: Family<SaltLabels, Counter>,
-    loads_completed: Family<TierLabels, Counter>,
-    loaded_objects: Family<SaltLabels, Counter>,
-    store_requests: Counter,
-    store_objects: Family<SaltLabels, Counter>,
-    stores_completed: Family<TierLabels, Counter>,
-    stored_objects: Family<SaltLabels, Counter>,
-    evicted_objects: Family<SaltLabels, Counter>,
-    prefetch_failures: Family<PrefetchFailureLabels, Counter>,
-    load_throughput: Family<TierLabels, Histogram, Throughput>,
-    store_throughput: Family<TierLabels, Histogram, Throughput>,
-    seconds: Family<CallLabels, Histogram>,
-    timeouts: Family<PhaseLabels, Counter>,
-
-    usage_bytes: Family<TierLabels, Gauge>,
-    inflight_stores: Family<AdapterLabels, Gauge>,
-    inflight_loads: Family<AdapterLabels, Gauge>,
-    inflight_load_bytes: Family<AdapterLabels, Gauge>,
-    store_adapters: Family<StoreAdaptersLabels, Gauge>,
-    prefetch_adapters: Family<AdaptersLabels, Gauge>,
-    prefetches: Family<PhaseLabels, Gauge>,
-    loading_objects: Gauge,
-    counters: [Family<TierLabels, Counter>; COUNTERS.len()],
-    gauges: [Family<TierLabels, Gauge>; GAUGES.len()],
-    guards: [Family<CallLabels, Counter>; GUARDS.len()],
-    breaker_open: Family<CallLabels, Gauge>,
-    store_failures: Family<TierFailureLabels, Counter>,
-    load_failures: Family<TierFailureLabels, Counter>,
-    serdes: SerdeMetrics,
+metrics! {
+    /// The metrics of the tiers.
+    pub struct L2Metrics(lmcache, own) {
+        salts: Arc<Names>,
+        models: Arc<Names>,
+        counters: [Family<TierLabels, Counter>; COUNTERS.len()],
+        gauges: [Family<TierLabels, Gauge>; GAUGES.len()],
+        guards: [Family<CallLabels, Counter>; GUARDS.len()],
+        serdes: SerdeMetrics,
+    } with {
+        lookup_requests: Counter = lmcache.l2_prefetch_lookup_requests, "Lookups for which the tiers were asked";
+        lookup_objects: Family<SaltLabels, Counter> = lmcache.l2_prefetch_lookup_objects_chunks,
+            "Objects that L1 lacked in those lookups";
+        load_requests: Counter = lmcache.l2_prefetch_load_submitted_requests, "Batches given to a tier to load";
+        load_objects: Family<SaltLabels, Counter> = lmcache.l2_prefetch_load_submitted_objects_chunks,
+            "Objects of those batches";
+        loads_completed: Family<TierLabels, Counter> = lmcache.l2_load_completed_requests, "Batches a tier has loaded";
+        loaded_objects: Family<SaltLabels, Counter> = lmcache.l2_prefetch_load_completed_chunks, "Objects loaded";
+        store_requests: Counter = lmcache.l2_store_submitted_requests, "Batches given to a tier to store";
+        store_objects: Family<SaltLabels, Counter> = lmcache.l2_store_submitted_objects_chunks,
+            "Objects of those batches";
+        stores_completed: Family<TierLabels, Counter> = lmcache.l2_store_completed_requests,
+            "Batches a tier has stored";
+        stored_objects: Family<SaltLabels, Counter> = lmcache.l2_store_completed_objects_chunks,
+            "Objects that a tier has now";
+        evicted_objects: Family<SaltLabels, Counter> = lmcache.l2_evicted_objects_chunks, "Objects evicted";
+        prefetch_failures: Family<PrefetchFailureLabels, Counter> = lmcache.l2_prefetch_failure_chunks,
+            "Objects a tier had that could not be loaded";
+        load_throughput: Family<TierLabels, Histogram, Throughput> = lmcache.l2_load_throughput_GB_per_second,
+            "Bytes of a batch over the time of its load", Family::new_with_constructor(Throughput);
+        store_throughput: Family<TierLabels, Histogram, Throughput> = lmcache.l2_store_throughput_GB_per_second,
+            "Bytes of a batch over the time of its store", Family::new_with_constructor(Throughput);
+        seconds: Family<CallLabels, Histogram> = own.l2_call_duration_seconds,
+            "Time a tier took for a batch", Family::new_with_constructor(latency);
+        timeouts: Family<PhaseLabels, Counter> = own.l2_prefetch_timeouts,
+            "Lookups that went on without what a tier might have had";
+        usage_bytes: Family<TierLabels, Gauge> = lmcache.l2_usage_bytes, "Bytes the objects take";
+        inflight_stores: Family<AdapterLabels, Gauge> = lmcache.num_inflight_l2_stores, "Batches being stored";
+        inflight_loads: Family<AdapterLabels, Gauge> = lmcache.num_inflight_l2_loads, "Batches being loaded";
+        inflight_load_bytes: Family<AdapterLabels, Gauge> = lmcache.inflight_load_memory_usage_bytes,
+            "Bytes of L1 being loaded into";
+        store_adapters: Family<StoreAdaptersLabels, Gauge> = lmcache.l2_store_adapters, "Tiers that are stored to";
+        prefetch_adapters: Family<AdaptersLabels, Gauge> = lmcache.l2_prefetch_adapters, "Tiers that are asked";
+        prefetches: Family<PhaseLabels, Gauge> = own.l2_prefetches, "Lookups for which the tiers are asked now";
+        loading_objects: Gauge = own.l2_loading_objects, "Objects being loaded";
+        breaker_open: Family<CallLabels, Gauge> = own.l2_breaker_open, "1 while the breaker lets no call through";
+        store_failures: Family<TierFailureLabels, Counter> = own.l2_store_failures, "Objects that could not be written";
+        load_failures: Family<TierFailureLabels, Counter> = own.l2_load_failures, "Objects that could not be read";
+    }
 }
 
 #[derive(Clone)]
@@ -307,91 +261,19 @@ impl L2Metrics {
     pub(super) fn new(
         lmcache: &mut Prefix,
         own: &mut Prefix,
-        salts: Arc<Names>,
-        models: Arc<Names>,
+        salts: &Arc<Names>,
+        models: &Arc<Names>,
     ) -> Self {
-        let throughput = || Family::new_with_constructor(Throughput);
-        Self {
-            salts,
-            models,
-            lookup_requests: lmcache.add(
-                "l2_prefetch_lookup_requests",
-                "Lookups for which the tiers were asked",
-            ),
-            lookup_objects: lmcache.add(
-                "l2_prefetch_lookup_objects_chunks",
-                "Objects that L1 lacked in those lookups",
-            ),
-            load_requests: lmcache.add(
-                "l2_prefetch_load_submitted_requests",
-                "Batches given to a tier to load",
-            ),
-            load_objects: lmcache.add(
-                "l2_prefetch_load_submitted_objects_chunks",
-                "Objects of those batches",
-            ),
-            loads_completed: lmcache.add("l2_load_completed_requests", "Batches a tier has loaded"),
-            loaded_objects: lmcache.add("l2_prefetch_load_completed_chunks", "Objects loaded"),
-            store_requests: lmcache.add(
-                "l2_store_submitted_requests",
-                "Batches given to a tier to store",
-            ),
-            store_objects: lmcache.add(
-                "l2_store_submitted_objects_chunks",
-                "Objects of those batches",
-            ),
-            stores_completed: lmcache
-                .add("l2_store_completed_requests", "Batches a tier has stored"),
-            stored_objects: lmcache.add(
-                "l2_store_completed_objects_chunks",
-                "Objects that a tier has now",
-            ),
-            evicted_objects: lmcache.add("l2_evicted_objects_chunks", "Objects evicted"),
-            prefetch_failures: lmcache.add(
-                "l2_prefetch_failure_chunks",
-                "Objects a tier had that could not be loaded",
-            ),
-            load_throughput: lmcache.add_made(
-                "l2_load_throughput_GB_per_second",
-                "Bytes of a batch over the time of its load",
-                throughput(),
-            ),
-            store_throughput: lmcache.add_made(
-                "l2_store_throughput_GB_per_second",
-                "Bytes of a batch over the time of its store",
-                throughput(),
-            ),
-            seconds: own.add_made(
-                "l2_call_duration_seconds",
-                "Time a tier took for a batch",
-                Family::new_with_constructor(latency),
-            ),
-            timeouts: own.add(
-                "l2_prefetch_timeouts",
-                "Lookups that went on without what a tier might have had",
-            ),
-            usage_bytes: lmcache.add("l2_usage_bytes", "Bytes the objects take"),
-            inflight_stores: lmcache.add("num_inflight_l2_stores", "Batches being stored"),
-            inflight_loads: lmcache.add("num_inflight_l2_loads", "Batches being loaded"),
-            inflight_load_bytes: lmcache.add(
-                "inflight_load_memory_usage_bytes",
-                "Bytes of L1 being loaded into",
-            ),
-            store_adapters: lmcache.add("l2_store_adapters", "Tiers that are stored to"),
-            prefetch_adapters: lmcache.add("l2_prefetch_adapters", "Tiers that are asked"),
-            prefetches: own.add("l2_prefetches", "Lookups for which the tiers are asked now"),
-            loading_objects: own.add("l2_loading_objects", "Objects being loaded"),
-            counters: COUNTERS.map(|(name, help, _)| own.add(name, help)),
-            gauges: GAUGES.map(|(name, help, _)| own.add(name, help)),
-            guards: GUARDS.map(|(name, help, _)| own.add(name, help)),
-            breaker_open: own.add(
-                "l2_breaker_open",
-                "1 while the breaker lets no call through",
-            ),
-            store_failures: own.add("l2_store_failures", "Objects that could not be written"),
-            load_failures: own.add("l2_load_failures", "Objects that could not be read"),
-            serdes: SerdeMetrics::new(own),
-        }
+        let counters = COUNTERS.map(|(name, help, _)| own.add(name, help));
+        let gauges = GAUGES.map(|(name, help, _)| own.add(name, help));
+        let guards = GUARDS.map(|(name, help, _)| own.add(name, help));
+        let (salts, models) = (Arc::clone(salts), Arc::clone(models));
+        let serdes = SerdeMetrics::new(own);
+        Self::register(
+            lmcache,
+            own,
+            (salts, models, counters, gauges, guards, serdes),
+        )
     }
 
     fn salt(&self, salt: &str) -> SaltLabels {

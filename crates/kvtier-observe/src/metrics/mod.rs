@@ -4,6 +4,47 @@
 //! This module must never depend on the crates that count: it receives only numbers and names. Labels that clients choose
 //! are bounded: after [`MAX_SALTS`] tenants and [`MAX_MODELS`] models further ones share the value `other`.
 
+/// Declares metrics by `field: Type = registry.name, "help"` and, for one that is not made by default, its value.
+///
+/// The fields in front of `with` are no metrics: the constructor `register` takes their values as a tuple.
+macro_rules! metrics {
+    (@made) => { Default::default() };
+    (@made $made:expr) => { $made };
+    (
+        $(#[$doc:meta])* $vis:vis struct $struct:ident($($prefix:ident),+) {
+            $($(#[$other_doc:meta])* $other_vis:vis $other:ident: $other_type:ty),* $(,)?
+        } with {
+            $($field_vis:vis $field:ident: $type:ty = $registry:ident.$name:ident, $help:literal $(, $made:expr)?;)*
+        }
+    ) => {
+        $(#[$doc])*
+        $vis struct $struct {
+            $($(#[$other_doc])* $other_vis $other: $other_type,)*
+            $(#[doc = $help] $field_vis $field: $type,)*
+        }
+
+        impl $struct {
+            pub(in crate::metrics) fn register($($prefix: &mut Prefix,)+ ($($other,)*): ($($other_type,)*)) -> Self {
+                Self {
+                    $($other,)*
+                    $($field: $registry.add_made(stringify!($name), $help, metrics!(@made $($made)?)),)*
+                }
+            }
+        }
+    };
+}
+
+/// Declares how metrics are read from `$of`: `name: "help", value`.
+macro_rules! figures {
+    ($(#[$doc:meta])* $table:ident: [$of:ty; $len:literal] { $($name:ident: $help:literal, $value:expr;)* }) => {
+        $(#[$doc])*
+        const $table: [$crate::metrics::Figure<$of>; $len] = [$((stringify!($name), $help, $value)),*];
+    };
+}
+
+/// Name, help text, and how the value is read.
+type Figure<T> = (&'static str, &'static str, fn(&T) -> u64);
+
 mod gpu;
 mod l2;
 mod labels;
@@ -66,116 +107,122 @@ fn traced_latency() -> HistogramWithExemplars<TraceLabels> {
     HistogramWithExemplars::new(LATENCY_BUCKETS.into_iter())
 }
 
-/// Everything that is counted.
-///
-/// ```
-/// use kvtier_observe::metrics::{Metrics, Readings};
-///
-/// let readings = Readings {
-///     objects: 3,
-///     ..Readings::default()
-/// };
-/// let text = Metrics::new().encode(&readings);
-/// assert!(text.contains("kvtier_l1_objects 3\n"));
-/// ```
-pub struct Metrics {
-    registries: [Registry; 2],
-    salts: Arc<Names>,
-    models: Arc<Names>,
-    /// Metrics of the tiers.
-    pub l2: L2Metrics,
-    /// Metrics of single tenants.
-    pub tenants: TenantMetrics,
-    gpus: GpuMetrics,
-
-    l1_write_chunks: Family<L1Labels, Counter>,
-    l1_read_chunks: Family<L1Labels, Counter>,
-    allocation_failures: Family<FailureLabels, Counter>,
-    over_quota: Family<OverQuotaLabels, Counter>,
-    over_staging: Family<OverQuotaLabels, Counter>,
-    read_failures: Family<ReadFailureLabels, Counter>,
-    lookup_requested_tokens: Family<LookupLabels, Counter>,
-    lookup_hit_tokens: Family<LookupLabels, Counter>,
-    lookup_hit_l1_tokens: Family<LookupLabels, Counter>,
-    lookup_hit_l2_tokens: Family<LookupLabels, Counter>,
-    lookup_hit_l1_keys: Family<LookupLabels, Counter>,
-    lookup_hit_l2_keys: Family<LookupLabels, Counter>,
-    lookups: Family<LookupLabels, Counter>,
-    early_exits: Family<EarlyExitLabels, Counter>,
-    misses: Family<MissLabels, Counter>,
-    submitted_stores: Family<DeviceLabels, Counter>,
-    finished_stores: Family<DeviceLabels, Counter>,
-    submitted_retrieves: Family<DeviceLabels, Counter>,
-    finished_retrieves: Family<DeviceLabels, Counter>,
-    chunks_loaded: Family<LoadedLabels, Counter>,
-    requests: Family<OperationLabels, Counter>,
-    refused: Family<RefusedLabels, Counter>,
-    /// Request latency from the frame's arrival to its answer, by operation.
-    latency: Family<OperationLabels, Histogram>,
-    /// Replies that could not be delivered because the client had left or did not read.
-    pub undeliverable: Counter,
-    /// Messages that are no request of the protocol.
-    pub malformed_messages: Counter,
-    /// Requests that no served release of LMCache sends.
-    pub unknown_requests: Counter,
-    /// Handlers that panicked; each got its operation's failure answer.
-    pub handler_panics: Counter,
-    /// Workers considered dead after their silence.
-    pub reaped_instances: Counter,
-    /// Transfers that expired because their client never committed.
-    pub expired_transfers: Counter,
-    /// Lookup leases that expired because no client consumed them.
-    pub expired_lookups: Counter,
-    /// Lookups of clients that have not proved their chunk size.
-    pub unproven_lookups: Counter,
-    /// Tokens found in segments behind prefixes.
-    pub blend_matched_tokens: Counter,
-    /// Tokens of segments written into pages.
-    pub blend_placed_tokens: Counter,
-    /// Lookups of segments that took too long.
-    pub blend_late_lookups: Counter,
-    exported_spans: Counter,
-    span_seconds: Family<SpanLabels, HistogramWithExemplars<TraceLabels>>,
-    lost_spans: Family<SpanLossLabels, Counter>,
-    session_actions: Family<SessionLabels, Counter>,
-    session_objects: Family<SessionLabels, Counter>,
-    /// Background eviction passes, and those that evicted.
-    pub eviction_ticks: Counter,
-    /// Background eviction passes that evicted.
-    pub eviction_triggered: Counter,
-
-    /// Connections to the request port.
-    pub request_connections: Gauge,
-    request_connections_max: Gauge,
-    open_files_max: Gauge,
-    /// Connections to the port for peers.
-    pub peer_connections: Gauge,
-    peer_sent_objects: Counter,
-    peer_sent_bytes: Counter,
-
-    l1_usage_bytes: Family<L1GaugeLabels, Gauge>,
-    l1_usage_ratio: Family<L1GaugeLabels, Gauge<f64, AtomicU64>>,
-    l1_staging_bytes: Family<L1GaugeLabels, Gauge>,
-    l1_staging_limit_bytes: Gauge,
-    l1_withheld_bytes: Gauge,
-    kv_events_log_depth: Gauge,
-    l1_largest_free_bytes: Gauge,
-    l1_capacity_bytes: Gauge,
-    l1_objects: Gauge,
-    l1_leased_objects: Gauge,
-    l1_pinned_object_bytes: Gauge,
-    l1_pins_refused: Counter,
-    l1_prefaulted_bytes: Gauge,
-    active_prefetch_jobs: Gauge,
-    active_sessions: Gauge,
-    agent_sessions: Gauge,
-    blend_segments: Gauge,
-    registered_instances: Gauge,
-    evicted_chunks: Counter,
-    evicted_bytes: Counter,
-    accounting_errors: Counter,
-    prompt_chunks_known: Counter,
-    prompt_chunks_hashed: Counter,
+metrics! {
+    /// Everything that is counted.
+    ///
+    /// ```
+    /// use kvtier_observe::metrics::{Metrics, Readings};
+    ///
+    /// let readings = Readings {
+    ///     objects: 3,
+    ///     ..Readings::default()
+    /// };
+    /// let text = Metrics::new().encode(&readings);
+    /// assert!(text.contains("kvtier_l1_objects 3\n"));
+    /// ```
+    pub struct Metrics(lmcache, own) {
+        registries: [Registry; 2],
+        salts: Arc<Names>,
+        models: Arc<Names>,
+        /// Metrics of the tiers.
+        pub l2: L2Metrics,
+        /// Metrics of single tenants.
+        pub tenants: TenantMetrics,
+        gpus: GpuMetrics,
+    } with {
+        l1_write_chunks: Family<L1Labels, Counter> = lmcache.l1_write_chunks, "Objects admitted to L1";
+        l1_read_chunks: Family<L1Labels, Counter> = lmcache.l1_read_chunks, "Objects leased by lookups";
+        allocation_failures: Family<FailureLabels, Counter> = lmcache.l1_allocation_failure_chunks,
+            "Chunks L1 had no free space for";
+        over_quota: Family<OverQuotaLabels, Counter> = own.l1_over_quota_chunks,
+            "Chunks L1 refused because of their tenant's limit";
+        over_staging: Family<OverQuotaLabels, Counter> = own.l1_over_staging_chunks,
+            "Chunks refused because uncommitted stores were at their limit";
+        read_failures: Family<ReadFailureLabels, Counter> = lmcache.l1_read_failure_chunks,
+            "Chunks that could not be read";
+        lookup_requested_tokens: Family<LookupLabels, Counter> = lmcache.lookup_requested_tokens,
+            "Tokens of full chunks asked for";
+        lookup_hit_tokens: Family<LookupLabels, Counter> = lmcache.lookup_hit_tokens, "Tokens found";
+        lookup_hit_l1_tokens: Family<LookupLabels, Counter> = lmcache.lookup_hit_l1_tokens, "Tokens found in L1";
+        lookup_hit_l2_tokens: Family<LookupLabels, Counter> = lmcache.lookup_hit_l2_tokens,
+            "Tokens that the tiers below L1 added to the prefixes found there";
+        lookup_hit_l1_keys: Family<LookupLabels, Counter> = lmcache.lookup_hit_l1_keys, "Objects found in L1";
+        lookup_hit_l2_keys: Family<LookupLabels, Counter> = lmcache.lookup_hit_l2_keys,
+            "Objects that the tiers below L1 added to those found there";
+        lookups: Family<LookupLabels, Counter> = lmcache.lookups_requests, "Lookups";
+        early_exits: Family<EarlyExitLabels, Counter> = lmcache.lookup_early_exit_requests,
+            "Lookups that asked for no key";
+        misses: Family<MissLabels, Counter> = own.lookup_misses,
+            "Lookups that did not find all of their chunks, by what had become of the first missing one";
+        submitted_stores: Family<DeviceLabels, Counter> = lmcache.num_submitted_stores, "Stores received";
+        finished_stores: Family<DeviceLabels, Counter> = lmcache.num_finished_stores, "Stores answered";
+        submitted_retrieves: Family<DeviceLabels, Counter> = lmcache.num_submitted_retrieves, "Retrieves received";
+        finished_retrieves: Family<DeviceLabels, Counter> = lmcache.num_finished_retrieves, "Retrieves answered";
+        chunks_loaded: Family<LoadedLabels, Counter> = lmcache.num_chunks_loaded, "Chunks returned to workers";
+        requests: Family<OperationLabels, Counter> = own.requests, "Requests by operation";
+        refused: Family<RefusedLabels, Counter> = own.refused_requests,
+            "Requests that got their operation's failure answer";
+        latency: Family<OperationLabels, Histogram> = own.request_duration_seconds,
+            "Time from a request's arrival to its answer", Family::new_with_constructor(latency);
+        pub undeliverable: Counter = own.undeliverable_replies, "Replies whose client had left or did not read";
+        pub malformed_messages: Counter = own.malformed_messages, "Messages that are no request";
+        pub unknown_requests: Counter = own.unknown_requests, "Requests that no served release of LMCache sends";
+        pub handler_panics: Counter = own.handler_panics, "Handlers that panicked";
+        pub reaped_instances: Counter = own.reaped_instances, "Workers considered dead";
+        pub expired_transfers: Counter = own.expired_transfers, "Transfers that expired without a commit";
+        pub expired_lookups: Counter = own.expired_lookups, "Lookup leases that expired unused";
+        pub unproven_lookups: Counter = own.unproven_lookups, "Lookups of clients whose chunk size is not proven";
+        exported_spans: Counter = own.trace_exported_spans, "Spans that the collector of traces has taken";
+        span_seconds: Family<SpanLabels, HistogramWithExemplars<TraceLabels>> = own.trace_span_seconds,
+            "Durations of spans that the collector of traces has, with the latest trace of each bucket", Family::new_with_constructor(traced_latency);
+        session_actions: Family<SessionLabels, Counter> = own.agent_session_actions,
+            "Actions that were asked for sessions of agents";
+        session_objects: Family<SessionLabels, Counter> = own.agent_session_objects,
+            "Objects of L1 that sessions of agents have released or demoted";
+        lost_spans: Family<SpanLossLabels, Counter> = own.trace_lost_spans, "Spans that no collector has";
+        pub blend_matched_tokens: Counter = own.blend_matched_tokens,
+            "Tokens that lookups found behind prefixes, in chunks of other prompts";
+        pub blend_placed_tokens: Counter = own.blend_placed_tokens,
+            "Tokens of chunks of other prompts that were written into pages";
+        pub blend_late_lookups: Counter = own.blend_late_lookups,
+            "Lookups that were answered with their prefix alone, since finding more took too long";
+        pub request_connections: Gauge = own.request_connections, "Connections to the request port";
+        request_connections_max: Gauge = own.request_connections_max,
+            "Connections to the request port that are accepted at most";
+        open_files_max: Gauge = own.open_files_max, "File descriptors the process may have";
+        pub peer_connections: Gauge = own.peer_connections, "Connections to the port for peers";
+        peer_sent_objects: Counter = own.peer_sent_objects, "Objects of L1 that peers have read";
+        peer_sent_bytes: Counter = own.peer_sent_bytes, "Bytes of L1 that peers have read";
+        pub eviction_ticks: Counter = lmcache.l1_eviction_loop_ticks, "Background eviction passes";
+        pub eviction_triggered: Counter = lmcache.l1_eviction_loop_triggered, "Background eviction passes that evicted";
+        l1_usage_bytes: Family<L1GaugeLabels, Gauge> = lmcache.l1_memory_usage_bytes, "Bytes of L1 in use";
+        l1_usage_ratio: Family<L1GaugeLabels, Gauge<f64, AtomicU64>> = lmcache.l1_usage_ratio, "Share of L1 in use";
+        l1_staging_bytes: Family<L1GaugeLabels, Gauge> = lmcache.l1_staging_bytes,
+            "Bytes reserved and not yet committed";
+        kv_events_log_depth: Gauge = lmcache.kv_events_log_depth, "Stores and removals that are kept for subscribers";
+        l1_withheld_bytes: Gauge = own.l1_withheld_bytes,
+            "Bytes that workers were granted and did not commit in time, or before an earlier server ended";
+        l1_staging_limit_bytes: Gauge = own.l1_staging_limit_bytes,
+            "Bytes that stores may have staged and not committed";
+        l1_largest_free_bytes: Gauge = own.l1_largest_free_bytes, "Bytes of the largest free extent of L1";
+        l1_capacity_bytes: Gauge = own.l1_capacity_bytes, "Size of L1";
+        l1_objects: Gauge = own.l1_objects, "Readable objects in L1";
+        l1_leased_objects: Gauge = own.l1_leased_objects, "Objects in L1 with a lease";
+        l1_pinned_object_bytes: Gauge = own.l1_pinned_object_bytes, "Bytes of objects in L1 that requests have pinned";
+        l1_pins_refused: Counter = own.l1_pins_refused, "Objects not pinned because pinned ones were at their share";
+        l1_prefaulted_bytes: Gauge = own.l1_prefaulted_bytes, "Bytes of L1 touched since start";
+        active_prefetch_jobs: Gauge = lmcache.active_prefetch_jobs, "Lookups whose result was not asked for yet";
+        active_sessions: Gauge = own.active_sessions, "Request sessions alive";
+        agent_sessions: Gauge = own.agent_sessions, "Sessions of agents that are remembered";
+        blend_segments: Gauge = own.blend_segments,
+            "Chunks that are found elsewhere than in a prefix, with --engine-type blend";
+        registered_instances: Gauge = own.registered_instances, "Workers registered";
+        evicted_chunks: Counter = own.l1_evicted_chunks, "Objects evicted from L1";
+        evicted_bytes: Counter = own.l1_evicted_bytes, "Bytes evicted from L1";
+        accounting_errors: Counter = own.accounting_errors, "Accounting errors found; anything but 0 is a bug";
+        prompt_chunks_known: Counter = own.prompt_chunks_known, "Prompt chunks whose hash was remembered";
+        prompt_chunks_hashed: Counter = own.prompt_chunks_hashed, "Prompt chunks decoded and hashed";
+    }
 }
 
 /// Figures read from the engine at scrape time.
@@ -283,190 +330,14 @@ impl Metrics {
             .set(1);
         let salts = Arc::new(Names::of_tenants(MAX_SALTS, tenants.clone()));
         let models = Arc::new(Names::new(MAX_MODELS));
-        Self {
-            l2: L2Metrics::new(
-                &mut lmcache,
-                &mut own,
-                Arc::clone(&salts),
-                Arc::clone(&models),
-            ),
-            tenants: TenantMetrics::new(&mut own, tenants),
-            gpus: GpuMetrics::new(&mut own),
-            salts,
-            models,
-            l1_write_chunks: lmcache.add("l1_write_chunks", "Objects admitted to L1"),
-            l1_read_chunks: lmcache.add("l1_read_chunks", "Objects leased by lookups"),
-            allocation_failures: lmcache.add(
-                "l1_allocation_failure_chunks",
-                "Chunks L1 had no free space for",
-            ),
-            over_quota: own.add(
-                "l1_over_quota_chunks",
-                "Chunks L1 refused because of their tenant's limit",
-            ),
-            over_staging: own.add(
-                "l1_over_staging_chunks",
-                "Chunks refused because uncommitted stores were at their limit",
-            ),
-            read_failures: lmcache.add("l1_read_failure_chunks", "Chunks that could not be read"),
-            lookup_requested_tokens: lmcache
-                .add("lookup_requested_tokens", "Tokens of full chunks asked for"),
-            lookup_hit_tokens: lmcache.add("lookup_hit_tokens", "Tokens found"),
-            lookup_hit_l1_tokens: lmcache.add("lookup_hit_l1_tokens", "Tokens found in L1"),
-            lookup_hit_l2_tokens: lmcache.add(
-                "lookup_hit_l2_tokens",
-                "Tokens that the tiers below L1 added to the prefixes found there",
-            ),
-            lookup_hit_l1_keys: lmcache.add("lookup_hit_l1_keys", "Objects found in L1"),
-            lookup_hit_l2_keys: lmcache.add(
-                "lookup_hit_l2_keys",
-                "Objects that the tiers below L1 added to those found there",
-            ),
-            lookups: lmcache.add("lookups_requests", "Lookups"),
-            early_exits: lmcache.add(
-                "lookup_early_exit_requests",
-                "Lookups that asked for no key",
-            ),
-            misses: own.add(
-                "lookup_misses",
-                "Lookups that did not find all of their chunks, by what had become of the first missing one",
-            ),
-            submitted_stores: lmcache.add("num_submitted_stores", "Stores received"),
-            finished_stores: lmcache.add("num_finished_stores", "Stores answered"),
-            submitted_retrieves: lmcache.add("num_submitted_retrieves", "Retrieves received"),
-            finished_retrieves: lmcache.add("num_finished_retrieves", "Retrieves answered"),
-            chunks_loaded: lmcache.add("num_chunks_loaded", "Chunks returned to workers"),
-            requests: own.add("requests", "Requests by operation"),
-            refused: own.add(
-                "refused_requests",
-                "Requests that got their operation's failure answer",
-            ),
-            latency: own.add_made(
-                "request_duration_seconds",
-                "Time from a request's arrival to its answer",
-                Family::new_with_constructor(latency),
-            ),
-            undeliverable: own.add(
-                "undeliverable_replies",
-                "Replies whose client had left or did not read",
-            ),
-            malformed_messages: own.add("malformed_messages", "Messages that are no request"),
-            unknown_requests: own.add(
-                "unknown_requests",
-                "Requests that no served release of LMCache sends",
-            ),
-            handler_panics: own.add("handler_panics", "Handlers that panicked"),
-            reaped_instances: own.add("reaped_instances", "Workers considered dead"),
-            expired_transfers: own.add(
-                "expired_transfers",
-                "Transfers that expired without a commit",
-            ),
-            expired_lookups: own.add("expired_lookups", "Lookup leases that expired unused"),
-            unproven_lookups: own.add(
-                "unproven_lookups",
-                "Lookups of clients whose chunk size is not proven",
-            ),
-            exported_spans: own.add(
-                "trace_exported_spans",
-                "Spans that the collector of traces has taken",
-            ),
-            span_seconds: own.add_made(
-                "trace_span_seconds",
-                "Durations of spans that the collector of traces has, with the latest trace of each bucket",
-                Family::new_with_constructor(traced_latency),
-            ),
-            session_actions: own.add(
-                "agent_session_actions",
-                "Actions that were asked for sessions of agents",
-            ),
-            session_objects: own.add(
-                "agent_session_objects",
-                "Objects of L1 that sessions of agents have released or demoted",
-            ),
-            lost_spans: own.add("trace_lost_spans", "Spans that no collector has"),
-            blend_matched_tokens: own.add(
-                "blend_matched_tokens",
-                "Tokens that lookups found behind prefixes, in chunks of other prompts",
-            ),
-            blend_placed_tokens: own.add(
-                "blend_placed_tokens",
-                "Tokens of chunks of other prompts that were written into pages",
-            ),
-            blend_late_lookups: own.add(
-                "blend_late_lookups",
-                "Lookups that were answered with their prefix alone, since finding more took too long",
-            ),
-            request_connections: own.add("request_connections", "Connections to the request port"),
-            request_connections_max: own.add(
-                "request_connections_max",
-                "Connections to the request port that are accepted at most",
-            ),
-            open_files_max: own.add("open_files_max", "File descriptors the process may have"),
-            peer_connections: own.add("peer_connections", "Connections to the port for peers"),
-            peer_sent_objects: own.add("peer_sent_objects", "Objects of L1 that peers have read"),
-            peer_sent_bytes: own.add("peer_sent_bytes", "Bytes of L1 that peers have read"),
-            eviction_ticks: lmcache.add("l1_eviction_loop_ticks", "Background eviction passes"),
-            eviction_triggered: lmcache.add(
-                "l1_eviction_loop_triggered",
-                "Background eviction passes that evicted",
-            ),
-            l1_usage_bytes: lmcache.add("l1_memory_usage_bytes", "Bytes of L1 in use"),
-            l1_usage_ratio: lmcache.add("l1_usage_ratio", "Share of L1 in use"),
-            l1_staging_bytes: lmcache
-                .add("l1_staging_bytes", "Bytes reserved and not yet committed"),
-            kv_events_log_depth: lmcache.add(
-                "kv_events_log_depth",
-                "Stores and removals that are kept for subscribers",
-            ),
-            l1_withheld_bytes: own.add(
-                "l1_withheld_bytes",
-                "Bytes that workers were granted and did not commit in time, or before an earlier server ended",
-            ),
-            l1_staging_limit_bytes: own.add(
-                "l1_staging_limit_bytes",
-                "Bytes that stores may have staged and not committed",
-            ),
-            l1_largest_free_bytes: own.add(
-                "l1_largest_free_bytes",
-                "Bytes of the largest free extent of L1",
-            ),
-            l1_capacity_bytes: own.add("l1_capacity_bytes", "Size of L1"),
-            l1_objects: own.add("l1_objects", "Readable objects in L1"),
-            l1_leased_objects: own.add("l1_leased_objects", "Objects in L1 with a lease"),
-            l1_pinned_object_bytes: own.add(
-                "l1_pinned_object_bytes",
-                "Bytes of objects in L1 that requests have pinned",
-            ),
-            l1_pins_refused: own.add(
-                "l1_pins_refused",
-                "Objects not pinned because pinned ones were at their share",
-            ),
-            l1_prefaulted_bytes: own.add("l1_prefaulted_bytes", "Bytes of L1 touched since start"),
-            active_prefetch_jobs: lmcache.add(
-                "active_prefetch_jobs",
-                "Lookups whose result was not asked for yet",
-            ),
-            active_sessions: own.add("active_sessions", "Request sessions alive"),
-            agent_sessions: own.add("agent_sessions", "Sessions of agents that are remembered"),
-            blend_segments: own.add(
-                "blend_segments",
-                "Chunks that are found elsewhere than in a prefix, with --engine-type blend",
-            ),
-            registered_instances: own.add("registered_instances", "Workers registered"),
-            evicted_chunks: own.add("l1_evicted_chunks", "Objects evicted from L1"),
-            evicted_bytes: own.add("l1_evicted_bytes", "Bytes evicted from L1"),
-            accounting_errors: own.add(
-                "accounting_errors",
-                "Accounting errors found; anything but 0 is a bug",
-            ),
-            prompt_chunks_known: own.add(
-                "prompt_chunks_known",
-                "Prompt chunks whose hash was remembered",
-            ),
-            prompt_chunks_hashed: own
-                .add("prompt_chunks_hashed", "Prompt chunks decoded and hashed"),
-            registries: [lmcache.0, own.0],
-        }
+        let l2 = L2Metrics::new(&mut lmcache, &mut own, &salts, &models);
+        let tenants = TenantMetrics::new(&mut own, tenants);
+        let gpus = GpuMetrics::register(&mut own, ());
+        let registries = <[Registry; 2]>::default();
+        let others = (registries, salts, models, l2, tenants, gpus);
+        let mut metrics = Self::register(&mut lmcache, &mut own, others);
+        metrics.registries = [lmcache.0, own.0];
+        metrics
     }
 
     /// How many file descriptors there are.

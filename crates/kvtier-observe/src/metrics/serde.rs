@@ -26,31 +26,15 @@ pub struct SerdeReadings {
     pub load_failures: u64,
 }
 
-type Figure = (&'static str, &'static str, fn(&SerdeReadings) -> u64);
-
-/// What is counted, by name.
-const COUNTERS: [Figure; 4] = [
-    (
-        "l2_serde_original_bytes",
-        "Bytes of stored objects before a transformation",
-        |serde| serde.original_bytes,
-    ),
-    (
-        "l2_serde_stored_bytes",
-        "Bytes of those behind it",
-        |serde| serde.stored_bytes,
-    ),
-    (
-        "l2_serde_store_failures",
-        "Objects that could not be transformed",
-        |serde| serde.store_failures,
-    ),
-    (
-        "l2_serde_load_failures",
-        "Objects that could not be transformed back",
-        |serde| serde.load_failures,
-    ),
-];
+figures! {
+    /// What is counted, by name.
+    COUNTERS: [SerdeReadings; 4] {
+        l2_serde_original_bytes: "Bytes of stored objects before a transformation", |serde| serde.original_bytes;
+        l2_serde_stored_bytes: "Bytes of those behind it", |serde| serde.stored_bytes;
+        l2_serde_store_failures: "Objects that could not be transformed", |serde| serde.store_failures;
+        l2_serde_load_failures: "Objects that could not be transformed back", |serde| serde.load_failures;
+    }
+}
 
 /// The metrics of the transformations.
 pub(super) struct SerdeMetrics {
