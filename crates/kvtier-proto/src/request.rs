@@ -10,7 +10,6 @@ mod types;
 
 pub use decode::UnknownField;
 pub use encode::EncodeError;
-pub(crate) use types::write_ints;
 pub use types::{
     AllocationRecord, EngineDrivenContext, EngineGroupInfo, EngineType, GroupLayout, HELD_BLOCKS,
     HELD_BLOCKS_FEATURE, InstanceId, JobRef, KvLayoutName, KvListLayout, LayoutDescriptor,

@@ -11,7 +11,7 @@ use std::borrow::Cow;
 pub use crate::request::MatchedSegment;
 pub use encode::InlineHit;
 
-use crate::wire::{self, DecodeError, InField as _};
+use crate::wire::{self, DecodeError, InField as _, record};
 
 /// What kind of response an operation has; part of each row of a generation's table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -124,17 +124,18 @@ pub struct EngineDriven<'a> {
     pub null_block_id: Option<i64>,
 }
 
-/// A chunk's place in the shared pool.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ChunkSlot<'a> {
-    /// Bytes from the pool's start.
-    pub offset: u64,
-    /// Bytes.
-    pub length: u64,
-    /// Shape of the chunk, in values.
-    pub shape: Cow<'a, [u64]>,
-    /// Name of the values' type, such as `bfloat16`.
-    pub dtype: Cow<'a, str>,
+record! {
+    /// A chunk's place in the shared pool.
+    pub struct ChunkSlot<'a> {
+        /// Bytes from the pool's start.
+        pub offset: u64 = "offset";
+        /// Bytes.
+        pub length: u64 = "length";
+        /// Shape of the chunk, in values.
+        pub shape: Cow<'a, [u64]> = "shape";
+        /// Name of the values' type, such as `bfloat16`.
+        pub dtype: Cow<'a, str> = "dtype";
+    }
 }
 
 /// Slots that a worker may write.
@@ -190,69 +191,75 @@ impl PrepareRetrieve<'_> {
     }
 }
 
-/// A batch of a stream of events.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct EventBatch<'a> {
-    /// Whether the server keeps events at all.
-    pub enabled: bool,
-    /// Changes when the server restarts: its start in nanoseconds.
-    pub incarnation: i64,
-    /// Last sequence number that was considered for this batch.
-    pub next_cursor: i64,
-    /// Whether events before this batch were dropped.
-    pub lost: bool,
-    /// The events.
-    pub events: Vec<EventRecord<'a>>,
+record! {
+    /// A batch of a stream of events.
+    pub struct EventBatch<'a> {
+        /// Whether the server keeps events at all.
+        pub enabled: bool = "enabled";
+        /// Changes when the server restarts: its start in nanoseconds.
+        pub incarnation: i64 = "incarnation";
+        /// Last sequence number that was considered for this batch.
+        pub next_cursor: i64 = "next_cursor";
+        /// Whether events before this batch were dropped.
+        pub lost: bool = "lost", default false;
+        /// The events.
+        pub events: Vec<EventRecord<'a>> = "events", default Vec::new();
+    }
 }
 
-/// One event.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct EventRecord<'a> {
-    /// Sequence number.
-    pub seq: i64,
-    /// `stored` or `removed`.
-    pub kind: Cow<'a, str>,
-    /// Medium, such as `CPU`.
-    pub medium: Cow<'a, str>,
-    /// The model.
-    pub model_name: Cow<'a, str>,
-    /// Hashes of the chunks.
-    pub block_hashes: Vec<Cow<'a, [u8]>>,
-    /// Hash of the chunk before the first one.
-    pub parent_block_hash: Option<Cow<'a, [u8]>>,
-    /// Tokens of the chunks; empty for removals.
-    pub token_ids: Cow<'a, [u32]>,
+record! {
+    /// One event.
+    pub struct EventRecord<'a> {
+        /// Sequence number.
+        pub seq: i64 = "seq";
+        /// `stored` or `removed`.
+        pub kind: Cow<'a, str> = "kind";
+        /// Medium, such as `CPU`.
+        pub medium: Cow<'a, str> = "medium";
+        /// The model.
+        pub model_name: Cow<'a, str> = "model_name";
+        /// Hashes of the chunks.
+        pub block_hashes: Vec<Cow<'a, [u8]>> = "block_hashes";
+        /// Hash of the chunk before the first one.
+        pub parent_block_hash: Option<Cow<'a, [u8]>> = "parent_block_hash", default None;
+        /// Tokens of the chunks; empty for removals.
+        pub token_ids: Cow<'a, [u32]> = "token_ids", default Cow::default();
+    }
 }
 
-/// A blending lookup's result.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct UnifiedLookup<'a> {
-    /// Tokens the prefix covers.
-    pub prefix_coverage_tokens: i64,
-    /// Segments elsewhere in the prompt.
-    pub non_prefix_segments: Vec<MatchedSegment<'a>>,
-    /// Segments of the prefix.
-    pub segmented_prefix_segments: Vec<MatchedSegment<'a>>,
+record! {
+    /// A blending lookup's result.
+    pub struct UnifiedLookup<'a> {
+        /// Tokens the prefix covers.
+        pub prefix_coverage_tokens: i64 = "prefix_coverage_tokens";
+        /// Segments elsewhere in the prompt.
+        pub non_prefix_segments: Vec<MatchedSegment<'a>> = "non_prefix_segments", default Vec::new();
+        /// Segments of the prefix.
+        pub segmented_prefix_segments: Vec<MatchedSegment<'a>> = "segmented_prefix_segments", default Vec::new();
+    }
 }
 
-/// An object's place in another server's memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ChannelAddress {
-    /// Bytes from the start; -1 for an object that is not here.
-    pub offset: i64,
-    /// Bytes.
-    pub size: u64,
+record! {
+    /// An object's place in another server's memory.
+    #[derive(Copy)]
+    pub struct ChannelAddress {
+        /// Bytes from the start; -1 for an object that is not here.
+        pub offset: i64 = "offset";
+        /// Bytes.
+        pub size: u64 = "size";
+    }
 }
 
-/// A plug-in's answer.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ModuleCall<'a> {
-    /// Whether the call worked.
-    pub success: bool,
-    /// What it returned.
-    pub payload: Cow<'a, [u8]>,
-    /// Why it failed; empty otherwise.
-    pub error: Cow<'a, str>,
+record! {
+    /// A plug-in's answer.
+    pub struct ModuleCall<'a> {
+        /// Whether the call worked.
+        pub success: bool = "success";
+        /// What it returned.
+        pub payload: Cow<'a, [u8]> = "payload", default Cow::default();
+        /// Why it failed; empty otherwise.
+        pub error: Cow<'a, str> = "error", default Cow::default();
+    }
 }
 
 impl<'a> Response<'a> {

@@ -7,11 +7,13 @@
 pub(crate) mod fields;
 mod reader;
 mod tokens;
+mod value;
 mod writer;
 
 pub use reader::{MAX_DEPTH, Reader};
 pub(crate) use reader::{is_int, name_shown, unexpected, whole};
 pub use tokens::{PACKED_TOKEN_BYTES, PackedToken, decode_tokens, skip_tokens, unpack_tokens};
+pub(crate) use value::{WireValue, record, write_all};
 pub use writer::{
     write_array_len, write_bin, write_bin_len, write_bool, write_ext, write_f64, write_int,
     write_map_len, write_nil, write_str, write_tokens, write_uint,

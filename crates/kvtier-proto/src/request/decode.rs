@@ -1,9 +1,8 @@
 //! Payload frames to requests.
 
 use super::types::{
-    AllocationRecord, EngineDrivenContext, EngineGroupInfo, EngineType, InstanceId, JobRef,
-    LayoutDescriptor, LayoutHints, MAX_GROUPS, MAX_TENSORS, MatchedSegment, ObjectKeyParts,
-    Seconds,
+    EngineDrivenContext, EngineType, InstanceId, JobRef, LayoutDescriptor, LayoutHints, MAX_GROUPS,
+    MAX_TENSORS, ObjectKeyParts, Seconds,
 };
 use super::{
     BlockAllocation, Registration, Request, Retrieve, RetrieveMatched, RopeRegistration, Store,
@@ -15,7 +14,7 @@ use crate::key::{CacheKey, TokenReader};
 use crate::lenient;
 use crate::operation::Operation;
 use crate::response::ResponseKind;
-use crate::wire::{self, DecodeError, InField, Reader};
+use crate::wire::{self, DecodeError, InField, Reader, WireValue};
 
 /// Most further ranges in one `free_lookup_locks`: lookups of one request that its engine has abandoned.
 const MAX_EXTRA_RANGES: usize = 1024;
@@ -144,11 +143,7 @@ pub(super) fn decode<'a, R: TokenReader>(
         Operation::ReportBlockAllocation => Request::ReportBlockAllocation(BlockAllocation {
             instance: p.optional(Field::InstanceId, lenient::int)?.map(InstanceId),
             model_name: p.optional(Field::ModelName, Reader::str)?,
-            records: p.list(
-                Field::AllocationRecords,
-                AllocationRecord::MIN_BYTES,
-                AllocationRecord::read,
-            )?,
+            records: p.value(Field::AllocationRecords, WireValue::read)?,
         }),
         Operation::CbRegisterRope => Request::CbRegisterRope(RopeRegistration {
             instance: p.instance()?,
@@ -164,11 +159,7 @@ pub(super) fn decode<'a, R: TokenReader>(
         }),
         Operation::CbRetrievePreComputed => Request::CbRetrievePreComputed(RetrieveMatched {
             key: p.key()?,
-            matches: p.list(
-                Field::MatchedSegments,
-                MatchedSegment::MIN_BYTES,
-                MatchedSegment::read,
-            )?,
+            matches: p.value(Field::MatchedSegments, WireValue::read)?,
             block_ids: p.block_ids()?,
             instance: p.instance()?,
             event_handle: p.bytes(Field::EventHandle)?,
@@ -264,15 +255,6 @@ impl<'a, R: TokenReader> Payloads<'_, 'a, R> {
             .ok_or_else(|| absent(field.name()))
     }
 
-    fn list<V>(
-        &mut self,
-        field: Field,
-        min_bytes: usize,
-        read: impl FnMut(&mut Reader<'a>) -> Result<V, DecodeError>,
-    ) -> Result<Vec<V>, DecodeError> {
-        self.value(field, |reader| reader.array_of(min_bytes, read))
-    }
-
     fn int(&mut self, field: Field) -> Result<i64, DecodeError> {
         self.value(field, lenient::int)
     }
@@ -337,11 +319,7 @@ impl<'a, R: TokenReader> Payloads<'_, 'a, R> {
     }
 
     fn object_keys(&mut self) -> Result<Vec<ObjectKeyParts<'a>>, DecodeError> {
-        self.list(
-            Field::ObjectKeys,
-            ObjectKeyParts::MIN_BYTES,
-            ObjectKeyParts::read,
-        )
+        self.value(Field::ObjectKeys, WireValue::read)
     }
 
     fn context(&mut self) -> Result<EngineDrivenContext<'a>, DecodeError> {
@@ -369,9 +347,7 @@ impl<'a, R: TokenReader> Payloads<'_, 'a, R> {
                 .optional(Field::LayoutHints, LayoutHints::read)?
                 .unwrap_or_default(),
             groups: self
-                .optional(Field::GroupInfos, |reader| {
-                    reader.array_of(EngineGroupInfo::MIN_BYTES, EngineGroupInfo::read)
-                })?
+                .optional(Field::GroupInfos, WireValue::read)?
                 .unwrap_or_default(),
         })
     }

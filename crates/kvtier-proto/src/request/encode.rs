@@ -1,11 +1,11 @@
 //! Requests to payload frames, for clients and tests.
 
-use super::types::{EngineGroupInfo, JobRef, Seconds, write_ints};
+use super::types::{JobRef, Seconds};
 use super::{Registration, Request, Store};
 use crate::descriptor::{self, TensorDescriptor};
 use crate::generation::{BlockForm, ContextForm, Field, OperationSpec};
 use crate::key::TokenWriter;
-use crate::wire;
+use crate::wire::{self, WireValue as _};
 
 /// A request that the row's generation cannot express.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -103,14 +103,15 @@ fn write_field<T: TokenWriter>(
         },
         (Request::EndSession { request_id }, Field::RequestId) => wire::write_str(out, request_id),
         (Request::FreeLookupLocks { extra_ranges, .. }, Field::ExtraRanges) => {
-            write_all(out, extra_ranges, |(start, end), out| {
+            wire::write_array_len(out, extra_ranges.len());
+            for (start, end) in extra_ranges {
                 wire::write_array_len(out, 2);
                 wire::write_uint(out, *start);
                 wire::write_uint(out, *end);
-            });
+            }
         }
         (Request::PrepareStore { skipped_chunks, .. }, Field::SkippedChunks) => {
-            write_all(out, skipped_chunks, |chunks, out| write_ints(out, chunks));
+            skipped_chunks.write(out);
         }
         (Request::NegotiateChunkSize { alignment }, Field::ChunkAlignment) => {
             wire::write_int(out, *alignment);
@@ -153,7 +154,7 @@ fn write_rare_field<T>(
             wire::write_str(out, report.model_name.ok_or_else(|| lacks(request, field))?);
         }
         (Request::ReportBlockAllocation(report), Field::AllocationRecords) => {
-            write_all(out, &report.records, |record, out| record.write(out));
+            report.records.write(out);
         }
         (Request::CbRegisterRope(rope), Field::Tensors) => write_tensors(&rope.caches, out),
         (Request::CbRegisterRope(rope), Field::HeadSize) => wire::write_int(out, rope.head_size),
@@ -161,17 +162,17 @@ fn write_rare_field<T>(
             wire::write_bool(out, rope.is_neox_style);
         }
         (Request::CbRegisterRope(rope), Field::GroupToCache) => {
-            write_ints(out, &rope.group_to_cache);
+            rope.group_to_cache.write(out);
         }
         (Request::CbRegisterRope(rope), Field::GroupRot) => {
-            write_all(out, &rope.group_rot, |range, out| write_ints(out, range));
+            rope.group_rot.write(out);
         }
         (Request::CbRegisterRope(rope), Field::GroupHeadSize) => {
-            write_ints(out, &rope.group_head_size);
+            rope.group_head_size.write(out);
         }
         (Request::CbRegisterRope(rope), Field::KvQuant) => wire::write_str(out, rope.kv_quant),
         (Request::CbRetrievePreComputed(retrieve), Field::MatchedSegments) => {
-            write_all(out, &retrieve.matches, |segment, out| segment.write(out));
+            retrieve.matches.write(out);
         }
         (Request::CbReorderPlan { keep_prefix, .. }, Field::KeepPrefix) => {
             wire::write_int(out, *keep_prefix);
@@ -185,7 +186,7 @@ fn write_rare_field<T>(
         (
             Request::P2pLookupAndLock { keys, .. } | Request::P2pUnlockObjects { keys },
             Field::ObjectKeys,
-        ) => write_all(out, keys, |key, out| key.write(out)),
+        ) => keys.write(out),
         (Request::P2pLookupAndLock { layouts, .. }, Field::LayoutDescriptors) => {
             wire::write_map_len(out, layouts.len());
             for (group, layout) in layouts {
@@ -240,7 +241,7 @@ fn write_registration(
         Field::WorldSize => wire::write_uint(out, u64::from(registration.world_size)),
         Field::EngineType => wire::write_str(out, registration.engine.name()),
         Field::LayoutHints => registration.hints.write(out),
-        Field::GroupInfos => write_all(out, &registration.groups, EngineGroupInfo::write),
+        Field::GroupInfos => registration.groups.write(out),
         _ => return None,
     }
     Some(())
@@ -252,8 +253,8 @@ fn write_block_ids(
     out: &mut Vec<u8>,
 ) -> Result<(), EncodeError> {
     match (form, groups) {
-        (BlockForm::Grouped, _) => write_all(out, groups, |ids, out| write_ints(out, ids)),
-        (BlockForm::Flat, [ids]) => write_ints(out, ids),
+        (BlockForm::Grouped, _) => wire::write_all(out, groups),
+        (BlockForm::Flat, [ids]) => ids.write(out),
         (BlockForm::Flat, _) => {
             return Err(EncodeError::new(format!(
                 "block_ids: a flat list holds exactly one group, there are {}",
@@ -265,16 +266,10 @@ fn write_block_ids(
 }
 
 fn write_tensors(tensors: &[TensorDescriptor], out: &mut Vec<u8>) {
-    write_all(out, tensors, |tensor, out| {
+    wire::write_array_len(out, tensors.len());
+    for tensor in tensors {
         let mut body = Vec::new();
         tensor.encode(&mut body);
         wire::write_ext(out, descriptor::EXT_CODE, &body);
-    });
-}
-
-fn write_all<V>(out: &mut Vec<u8>, values: &[V], write: impl Fn(&V, &mut Vec<u8>)) {
-    wire::write_array_len(out, values.len());
-    for value in values {
-        write(value, out);
     }
 }

@@ -76,11 +76,3 @@ impl Seconds {
         std::time::Duration::try_from_secs_f64(seconds).map_or(limit, |span| span.min(limit))
     }
 }
-
-/// Appends an array of ints.
-pub(crate) fn write_ints(out: &mut Vec<u8>, values: &[i64]) {
-    wire::write_array_len(out, values.len());
-    for &value in values {
-        wire::write_int(out, value);
-    }
-}

@@ -21,15 +21,4 @@ macro_rules! read_fields {
     (@end $field:ident, $name:literal, $default:expr) => { $field };
 }
 
-/// Writes a map; a field has a name, a function that writes it, and a value.
-macro_rules! write_fields {
-    ($out:expr, { $($name:literal, $write:path, $value:expr;)* }) => {
-        $crate::wire::write_map_len($out, [$($name),*].len());
-        $(
-            $crate::wire::write_str($out, $name);
-            $write($out, $value);
-        )*
-    };
-}
-
-pub(crate) use {read_fields, write_fields};
+pub(crate) use read_fields;

@@ -3,8 +3,8 @@
 use super::InstanceId;
 use crate::chunk;
 use crate::inline::{InlineForm, MAX_GROUPS};
-use crate::wire::fields::{read_fields, write_fields};
-use crate::wire::{self, DecodeError, Reader};
+use crate::wire::fields::read_fields;
+use crate::wire::{self, DecodeError, Reader, WireValue as _, record};
 
 /// The geometry of a worker that copies by itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -112,68 +112,30 @@ impl<'a> EngineDrivenContext<'a> {
         }
         if let Some(groups) = &self.groups {
             wire::write_str(out, "group_layouts");
-            wire::write_array_len(out, groups.len());
-            groups.iter().for_each(|group| group.write(out));
+            groups.write(out);
         }
         chunk::write(out, self.chunk_tokens);
     }
 }
 
-/// A group of layers whose chunks are objects of their own (LMCache 0.5.7).
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct GroupLayout<'a> {
-    /// Layers of the group.
-    pub num_layers: i64,
-    /// Values of one token in one plane of one layer.
-    pub hidden_dim_size: i64,
-    /// Name of the values' type.
-    pub dtype: &'a str,
-    /// Tokens in one block of the group.
-    pub tokens_per_block: i64,
-    /// Tokens of a chunk that are stored, its last ones; 0 for all.
-    pub window_tokens: i64,
-    /// Planes: 2 for keys and values, 1 if they share one; 0 as the context says.
-    pub kv_size: i64,
-    /// Chunks needed at the end of a prefix; 0 for all.
-    pub window_chunks: i64,
-    /// Whether the pages hold states of the layers instead of KV of tokens.
-    pub recurrent: bool,
-}
-
-impl<'a> GroupLayout<'a> {
-    fn read(reader: &mut Reader<'a>) -> Result<Self, DecodeError> {
-        read_fields!(reader, |value| {
-            num_layers, "num_layers" => value.int()?;
-            hidden_dim_size, "hidden_dim_size" => value.int()?;
-            dtype, "dtype_str" => value.str()?;
-            tokens_per_block, "tokens_per_block" => value.int()?;
-            window_tokens = 0, "window_tokens" => value.int()?;
-            kv_size = 0, "kv_size" => value.int()?;
-            window_chunks = 0, "window_chunks" => value.int()?;
-            recurrent = false, "recurrent" => value.bool()?;
-        });
-        Ok(Self {
-            num_layers,
-            hidden_dim_size,
-            dtype,
-            tokens_per_block,
-            window_tokens,
-            kv_size,
-            window_chunks,
-            recurrent,
-        })
-    }
-
-    fn write(&self, out: &mut Vec<u8>) {
-        write_fields!(out, {
-            "num_layers", wire::write_int, self.num_layers;
-            "hidden_dim_size", wire::write_int, self.hidden_dim_size;
-            "dtype_str", wire::write_str, self.dtype;
-            "tokens_per_block", wire::write_int, self.tokens_per_block;
-            "window_tokens", wire::write_int, self.window_tokens;
-            "kv_size", wire::write_int, self.kv_size;
-            "window_chunks", wire::write_int, self.window_chunks;
-            "recurrent", wire::write_bool, self.recurrent;
-        });
+record! {
+    /// A group of layers whose chunks are objects of their own (LMCache 0.5.7).
+    pub struct GroupLayout<'a> {
+        /// Layers of the group.
+        pub num_layers: i64 = "num_layers";
+        /// Values of one token in one plane of one layer.
+        pub hidden_dim_size: i64 = "hidden_dim_size";
+        /// Name of the values' type.
+        pub dtype: &'a str = "dtype_str";
+        /// Tokens in one block of the group.
+        pub tokens_per_block: i64 = "tokens_per_block";
+        /// Tokens of a chunk that are stored, its last ones; 0 for all.
+        pub window_tokens: i64 = "window_tokens", default 0;
+        /// Planes: 2 for keys and values, 1 if they share one; 0 as the context says.
+        pub kv_size: i64 = "kv_size", default 0;
+        /// Chunks needed at the end of a prefix; 0 for all.
+        pub window_chunks: i64 = "window_chunks", default 0;
+        /// Whether the pages hold states of the layers instead of KV of tokens.
+        pub recurrent: bool = "recurrent", default false;
     }
 }

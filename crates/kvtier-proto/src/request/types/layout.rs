@@ -1,10 +1,7 @@
 //! Description of the tensors of a registration: engine, layout hints, groups of layers.
 
-use super::write_ints;
 use crate::chunk::{self, CHUNK_TOKENS};
-use crate::key::required;
-use crate::wire::fields::write_fields;
-use crate::wire::{self, DecodeError, Reader, name_shown};
+use crate::wire::{self, DecodeError, Reader, name_shown, record};
 
 /// An enum whose values are texts on the wire.
 macro_rules! text_enum {
@@ -185,61 +182,20 @@ impl LayoutHints {
     }
 }
 
-/// A group of layers with block ids of its own.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct EngineGroupInfo {
-    /// The engine's number of the group.
-    pub engine_group_id: i64,
-    /// Indices of the registered tensors that belong to the group.
-    pub layer_indices: Vec<i64>,
-    /// Tokens in one block; 0 when unknown.
-    pub tokens_per_block: i64,
-    /// Sliding window in tokens; -1 for none.
-    pub sw_size_tokens: i64,
-    /// Separates object groups that would otherwise be one.
-    pub extra_object_group_tag: i64,
-    /// Whether the layers keep a recurrent state instead of keys and values.
-    pub recurrent_state: bool,
-}
-
-impl EngineGroupInfo {
-    /// Fewest bytes one takes on the wire: a map with one name.
-    pub(crate) const MIN_BYTES: usize = 18;
-
-    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
-        let mut engine_group_id = None;
-        let mut info = Self {
-            engine_group_id: 0,
-            layer_indices: Vec::new(),
-            tokens_per_block: 0,
-            sw_size_tokens: -1,
-            extra_object_group_tag: 0,
-            recurrent_state: false,
-        };
-        reader.map(|name, value| {
-            match name {
-                "engine_group_id" => engine_group_id = Some(value.int()?),
-                "layer_indices" => info.layer_indices = value.ints()?,
-                "tokens_per_block" => info.tokens_per_block = value.int()?,
-                "sw_size_tokens" => info.sw_size_tokens = value.int()?,
-                "extra_object_group_tag" => info.extra_object_group_tag = value.int()?,
-                "recurrent_state" => info.recurrent_state = value.bool()?,
-                _ => value.skip_unknown(name)?,
-            }
-            Ok(())
-        })?;
-        info.engine_group_id = required(engine_group_id, "engine_group_id")?;
-        Ok(info)
-    }
-
-    pub(crate) fn write(&self, out: &mut Vec<u8>) {
-        write_fields!(out, {
-            "engine_group_id", wire::write_int, self.engine_group_id;
-            "layer_indices", write_ints, &self.layer_indices;
-            "tokens_per_block", wire::write_int, self.tokens_per_block;
-            "sw_size_tokens", wire::write_int, self.sw_size_tokens;
-            "extra_object_group_tag", wire::write_int, self.extra_object_group_tag;
-            "recurrent_state", wire::write_bool, self.recurrent_state;
-        });
+record! {
+    /// A group of layers with block ids of its own.
+    pub struct EngineGroupInfo {
+        /// The engine's number of the group.
+        pub engine_group_id: i64 = "engine_group_id";
+        /// Indices of the registered tensors that belong to the group.
+        pub layer_indices: Vec<i64> = "layer_indices", default Vec::new();
+        /// Tokens in one block; 0 when unknown.
+        pub tokens_per_block: i64 = "tokens_per_block", default 0;
+        /// Sliding window in tokens; -1 for none.
+        pub sw_size_tokens: i64 = "sw_size_tokens", default -1;
+        /// Separates object groups that would otherwise be one.
+        pub extra_object_group_tag: i64 = "extra_object_group_tag", default 0;
+        /// Whether the layers keep a recurrent state instead of keys and values.
+        pub recurrent_state: bool = "recurrent_state", default false;
     }
 }
