@@ -20,7 +20,7 @@ pub use types::{MAX_GROUPS, MAX_TENSORS};
 use crate::descriptor::TensorDescriptor;
 use crate::generation::OperationSpec;
 use crate::key::{CacheKey, TokenReader, TokenWriter};
-use crate::operation::Operation;
+use crate::operation::{Operation, operations};
 use crate::wire::DecodeError;
 
 /// Sent by a worker in place of a store's data to abort the slots that a PREPARE_STORE granted it, or may have: no
@@ -383,47 +383,14 @@ impl<T> Request<'_, T> {
     /// The operation this is a request of.
     #[must_use]
     pub fn operation(&self) -> Operation {
-        match self {
-            Self::RegisterKvCache(_) => Operation::RegisterKvCache,
-            Self::UnregisterKvCache { .. } => Operation::UnregisterKvCache,
-            Self::RegisterQCache(_) => Operation::RegisterQCache,
-            Self::UnregisterQCache { .. } => Operation::UnregisterQCache,
-            Self::StoreQ(_) => Operation::StoreQ,
-            Self::Store(_) => Operation::Store,
-            Self::Retrieve(_) => Operation::Retrieve,
-            Self::Lookup { .. } => Operation::Lookup,
-            Self::QueryPrefetchStatus { .. } => Operation::QueryPrefetchStatus,
-            Self::QueryPrefetchLookupHits { .. } => Operation::QueryPrefetchLookupHits,
-            Self::WaitPrefetchStatus { .. } => Operation::WaitPrefetchStatus,
-            Self::FreeLookupLocks { .. } => Operation::FreeLookupLocks,
-            Self::EndSession { .. } => Operation::EndSession,
-            Self::RegisterEngineDriven(_) => Operation::RegisterEngineDriven,
-            Self::UnregisterEngineDriven { .. } => Operation::UnregisterEngineDriven,
-            Self::PrepareStore { .. } => Operation::PrepareStore,
-            Self::CommitStore { .. } => Operation::CommitStore,
-            Self::PrepareRetrieve { .. } => Operation::PrepareRetrieve,
-            Self::CommitRetrieve { .. } => Operation::CommitRetrieve,
-            Self::Clear { .. } => Operation::Clear,
-            Self::GetChunkSize => Operation::GetChunkSize,
-            Self::NegotiateChunkSize { .. } => Operation::NegotiateChunkSize,
-            Self::Ping { .. } => Operation::Ping,
-            Self::ReportBlockAllocation(_) => Operation::ReportBlockAllocation,
-            Self::Noop => Operation::Noop,
-            Self::GetExperimental => Operation::GetExperimental,
-            Self::Find { .. } => Operation::Find,
-            Self::CbRegisterRope(_) => Operation::CbRegisterRope,
-            Self::CbUnregisterRope { .. } => Operation::CbUnregisterRope,
-            Self::CbRetrievePreComputed(_) => Operation::CbRetrievePreComputed,
-            Self::CbUnifiedLookup { .. } => Operation::CbUnifiedLookup,
-            Self::CbReorderPlan { .. } => Operation::CbReorderPlan,
-            Self::CbProtocolHandshake { .. } => Operation::CbProtocolHandshake,
-            Self::P2pLookupAndLock { .. } => Operation::P2pLookupAndLock,
-            Self::P2pQueryLookupResults { .. } => Operation::P2pQueryLookupResults,
-            Self::P2pUnlockObjects { .. } => Operation::P2pUnlockObjects,
-            Self::SubscribeKvEvents(_) => Operation::SubscribeKvEvents,
-            Self::ServerModuleCall { .. } => Operation::ServerModuleCall,
-            Self::ServerModuleAffinityCall { .. } => Operation::ServerModuleAffinityCall,
+        macro_rules! same_name {
+            ($($(#[$doc:meta])* $operation:ident = $name:literal,)*) => {
+                match self {
+                    $(Self::$operation { .. } => Operation::$operation,)*
+                }
+            };
         }
+        operations!(same_name)
     }
 }
 

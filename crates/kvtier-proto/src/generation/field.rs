@@ -3,137 +3,110 @@
 use crate::key::KeyForm;
 use crate::wire::{Reader, is_int};
 
-/// A payload frame: its meaning and its form.
-///
-/// "int" and "bool" are lenient here, see the table of formats in the crate's documentation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Field {
+macro_rules! fields {
+    ($($(#[$doc:meta])* $field:ident $(($form:ty))? = $name:literal,)*) => {
+        /// A payload frame: its meaning and its form.
+        ///
+        /// "int" and "bool" are lenient here, see the table of formats in the crate's documentation.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        pub enum Field {
+            $($(#[$doc])* $field $(($form))?,)*
+        }
+
+        impl Field {
+            /// The name of the payload, as LMCache 0.5.7 calls it.
+            #[must_use]
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Self::$field { .. } => $name,)*
+                }
+            }
+        }
+    };
+}
+
+fields! {
     /// The key.
-    Key(KeyForm),
+    Key(KeyForm) = "key",
     /// An int: the worker.
-    InstanceId,
+    InstanceId = "instance_id",
     /// An int or nil: the worker, or nil for a caller that is no worker.
-    OptionalInstanceId,
+    OptionalInstanceId = "instance_id",
     /// Block ids.
-    BlockIds(BlockForm),
+    BlockIds(BlockForm) = "block_ids",
     /// Bytes: a device event.
-    EventHandle,
+    EventHandle = "event_ipc_handle",
     /// An int: tokens not to write.
-    SkipTokens,
+    SkipTokens = "skip_first_n_tokens",
     /// An int: tensor-parallel size.
-    TpSize,
+    TpSize = "tp_size",
     /// A text: the engine's request.
-    RequestId,
+    RequestId = "request_id",
     /// An int: the number a lookup returned.
-    JobId,
+    JobId = "job_id",
     /// An array of pairs of ints: further token ranges to release.
-    ExtraRanges,
+    ExtraRanges = "extra_ranges",
     /// An array of arrays of ints: per group, the chunks that the worker will not write.
-    SkippedChunks,
+    SkippedChunks = "skipped_chunks",
     /// An int: tokens that a chunk has to be a multiple of.
-    ChunkAlignment,
+    ChunkAlignment = "required_chunk_alignment",
     /// A float or int: seconds.
-    Timeout,
+    Timeout = "timeout",
     /// A bool: leases do not protect.
-    Force,
+    Force = "force",
     /// Bytes: pickled chunks.
-    Data,
+    Data = "data",
     /// An array of extension values of type 1: tensors, pickled up to 0.5.5, described in 0.5.6.
-    Tensors,
+    Tensors = "kv_cache",
     /// A text: the model.
-    ModelName,
+    ModelName = "model_name",
     /// An int: workers that share the model's KV.
-    WorldSize,
+    WorldSize = "world_size",
     /// A text: the engine.
-    EngineType,
+    EngineType = "engine_type",
     /// A map: layout hints.
-    LayoutHints,
+    LayoutHints = "layout_hints",
     /// An array of maps: groups of layers.
-    GroupInfos,
+    GroupInfos = "engine_group_infos",
     /// A map: geometry of a worker that copies by itself.
-    EngineDrivenContext(ContextForm),
+    EngineDrivenContext(ContextForm) = "payload",
     /// An array of maps: block allocations.
-    AllocationRecords,
+    AllocationRecords = "records",
     /// An int: first event wanted.
-    Cursor,
+    Cursor = "cursor",
     /// An int: most events in a batch.
-    MaxEvents,
+    MaxEvents = "max_events",
     /// An int: head size.
-    HeadSize,
+    HeadSize = "head_size",
     /// A bool: NeoX rotation.
-    IsNeoxStyle,
+    IsNeoxStyle = "is_neox_style",
     /// An array of ints: table of each group.
-    GroupToCache,
+    GroupToCache = "group_to_cache",
     /// An array of arrays of ints: rotated range of each group.
-    GroupRot,
+    GroupRot = "group_rot",
     /// An array of ints: head size of each group.
-    GroupHeadSize,
+    GroupHeadSize = "group_head_size",
     /// A text: KV quantisation.
-    KvQuant,
+    KvQuant = "kv_quant",
     /// An array of maps: matched segments.
-    MatchedSegments,
+    MatchedSegments = "match_results",
     /// An int: segments to keep in front.
-    KeepPrefix,
+    KeepPrefix = "keep_prefix",
     /// An int: milliseconds.
-    BudgetMs,
+    BudgetMs = "budget_ms",
     /// An int: version of the blending protocol.
-    ClientVersion,
+    ClientVersion = "client_version",
     /// An array of maps: object keys.
-    ObjectKeys,
+    ObjectKeys = "keys",
     /// A map from object group to its layout.
-    LayoutDescriptors,
+    LayoutDescriptors = "group_layout_descs",
     /// An int: what a lookup between servers returned.
-    TaskId,
+    TaskId = "task_id",
     /// A map: method and payload of a plug-in call.
-    ModuleCall,
+    ModuleCall = "request",
 }
 
 impl Field {
-    /// The name of the payload, as LMCache 0.5.7 calls it.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Key(_) => "key",
-            Self::InstanceId | Self::OptionalInstanceId => "instance_id",
-            Self::BlockIds(_) => "block_ids",
-            Self::EventHandle => "event_ipc_handle",
-            Self::SkipTokens => "skip_first_n_tokens",
-            Self::TpSize => "tp_size",
-            Self::RequestId => "request_id",
-            Self::JobId => "job_id",
-            Self::ExtraRanges => "extra_ranges",
-            Self::SkippedChunks => "skipped_chunks",
-            Self::ChunkAlignment => "required_chunk_alignment",
-            Self::Timeout => "timeout",
-            Self::Force => "force",
-            Self::Data => "data",
-            Self::Tensors => "kv_cache",
-            Self::ModelName => "model_name",
-            Self::WorldSize => "world_size",
-            Self::EngineType => "engine_type",
-            Self::LayoutHints => "layout_hints",
-            Self::GroupInfos => "engine_group_infos",
-            Self::EngineDrivenContext(_) => "payload",
-            Self::AllocationRecords => "records",
-            Self::Cursor => "cursor",
-            Self::MaxEvents => "max_events",
-            Self::HeadSize => "head_size",
-            Self::IsNeoxStyle => "is_neox_style",
-            Self::GroupToCache => "group_to_cache",
-            Self::GroupRot => "group_rot",
-            Self::GroupHeadSize => "group_head_size",
-            Self::KvQuant => "kv_quant",
-            Self::MatchedSegments => "match_results",
-            Self::KeepPrefix => "keep_prefix",
-            Self::BudgetMs => "budget_ms",
-            Self::ClientVersion => "client_version",
-            Self::ObjectKeys => "keys",
-            Self::LayoutDescriptors => "group_layout_descs",
-            Self::TaskId => "task_id",
-            Self::ModuleCall => "request",
-        }
-    }
-
     /// Whether a real client may have sent `payload` for this field, judged by its first bytes.
     ///
     /// Stricter than decoding: it distinguishes forms that decoding would both accept, and expects ints where
