@@ -177,6 +177,39 @@ pub trait Adapter: Send + Sync + 'static {
     fn close(&self) -> BoxFuture<'_, ()>;
 }
 
+/// Forwards methods of [`Adapter`] to the adapter in the field `inner`.
+macro_rules! forward {
+    ($($method:ident),*) => { $($crate::adapter::forward!(@ $method);)* };
+    (@ kind) => { fn kind(&self) -> &'static str { self.inner.kind() } };
+    (@ capabilities) => { fn capabilities(&self) -> Capabilities { self.inner.capabilities() } };
+    (@ delete) => {
+        fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> { self.inner.delete(keys) }
+    };
+    (@ list) => {
+        fn list(&self, from: Option<String>, limit: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
+            self.inner.list(from, limit)
+        }
+    };
+    (@ recover) => {
+        fn recover<'a>(
+            &'a self,
+            found: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
+        ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
+            self.inner.recover(found)
+        }
+    };
+    (@ size_of) => { fn size_of(&self, len: u64) -> u64 { self.inner.size_of(len) } };
+    (@ free_bytes) => {
+        fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> { self.inner.free_bytes() }
+    };
+    (@ check) => { fn check(&self) -> BoxFuture<'_, ()> { self.inner.check() } };
+    (@ prefer) => { fn prefer(&self, host: &str) { self.inner.prefer(host); } };
+    (@ status) => { fn status(&self) -> Value { self.inner.status() } };
+    (@ close) => { fn close(&self) -> BoxFuture<'_, ()> { self.inner.close() } };
+}
+
+pub(crate) use forward;
+
 /// Passes the objects of all pages of a backend to `found`, until that returns false. `page` returns the page at a position,
 /// and the number of entries in it that are not kvtier's.
 ///

@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use super::Subject;
 use crate::adapter::{
-    Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
+    Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored, forward,
 };
 use crate::error::L2Error;
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
@@ -119,13 +119,16 @@ struct ScopedAdapter {
 }
 
 impl Adapter for ScopedAdapter {
-    fn kind(&self) -> &'static str {
-        self.inner.kind()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
+    forward!(
+        kind,
+        capabilities,
+        size_of,
+        free_bytes,
+        check,
+        prefer,
+        status,
+        close
+    );
 
     fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
         let scoped = |item: StoreItem| StoreItem {
@@ -188,29 +191,5 @@ impl Adapter for ScopedAdapter {
             self.inner.recover(&pass).await?;
             Ok(own.into_inner())
         })
-    }
-
-    fn size_of(&self, len: u64) -> u64 {
-        self.inner.size_of(len)
-    }
-
-    fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {
-        self.inner.free_bytes()
-    }
-
-    fn check(&self) -> BoxFuture<'_, ()> {
-        self.inner.check()
-    }
-
-    fn prefer(&self, host: &str) {
-        self.inner.prefer(host);
-    }
-
-    fn status(&self) -> Value {
-        self.inner.status()
-    }
-
-    fn close(&self) -> BoxFuture<'_, ()> {
-        self.inner.close()
     }
 }

@@ -10,7 +10,7 @@ use super::scratch::{Scratch, ScratchPiece, buffer};
 use super::workers::TransformWorkers;
 use super::{Transform, stored_layout};
 use crate::adapter::{
-    Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
+    Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored, forward,
 };
 use crate::error::{ErrorKind, L2Error};
 use crate::key_set::KeySet;
@@ -352,9 +352,9 @@ fn decode(
 }
 
 impl Adapter for Transformed {
-    fn kind(&self) -> &'static str {
-        self.inner.kind()
-    }
+    forward!(
+        kind, delete, list, recover, free_bytes, check, prefer, close
+    );
 
     fn capabilities(&self) -> Capabilities {
         let inner = self.inner.capabilities();
@@ -387,36 +387,9 @@ impl Adapter for Transformed {
         Box::pin(self.load_all(batch))
     }
 
-    fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
-        self.inner.delete(keys)
-    }
-
-    fn list(&self, from: Option<String>, limit: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
-        self.inner.list(from, limit)
-    }
-
-    fn recover<'a>(
-        &'a self,
-        found: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
-    ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
-        self.inner.recover(found)
-    }
-
     fn size_of(&self, len: u64) -> u64 {
         let stored = self.transform.stored_len(len);
         stored.map_or(u64::MAX, |stored| self.inner.size_of(stored))
-    }
-
-    fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {
-        self.inner.free_bytes()
-    }
-
-    fn check(&self) -> BoxFuture<'_, ()> {
-        self.inner.check()
-    }
-
-    fn prefer(&self, host: &str) {
-        self.inner.prefer(host);
     }
 
     fn status(&self) -> Value {
@@ -431,9 +404,5 @@ impl Adapter for Transformed {
             }
         }
         status
-    }
-
-    fn close(&self) -> BoxFuture<'_, ()> {
-        self.inner.close()
     }
 }

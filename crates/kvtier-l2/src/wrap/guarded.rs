@@ -16,7 +16,7 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use super::Guards;
 use super::breaker::{Admitted, Breaker};
 use crate::adapter::{
-    Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
+    Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored, forward,
 };
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
@@ -319,13 +319,7 @@ pub(super) fn back_off(first: Duration, retry: u32, random: u64) -> Duration {
 }
 
 impl Adapter for Guarded {
-    fn kind(&self) -> &'static str {
-        self.inner.kind()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
-    }
+    forward!(kind, capabilities, recover, size_of, check, prefer);
 
     fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Results<Stored>> {
         let call = GuardedCall::new(CallClass::Store, "store", batch.len());
@@ -362,30 +356,11 @@ impl Adapter for Guarded {
         }))
     }
 
-    fn recover<'a>(
-        &'a self,
-        found: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
-    ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
-        self.inner.recover(found)
-    }
-
-    fn size_of(&self, len: u64) -> u64 {
-        self.inner.size_of(len)
-    }
-
     fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {
         let call = GuardedCall::new(CallClass::Lookup, "free bytes", 1);
         Box::pin(self.run_whole(call, (), |to, all| {
             Box::pin(each(all, |()| to.free_bytes()))
         }))
-    }
-
-    fn check(&self) -> BoxFuture<'_, ()> {
-        self.inner.check()
-    }
-
-    fn prefer(&self, host: &str) {
-        self.inner.prefer(host);
     }
 
     fn status(&self) -> Value {

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 pub use cache::ChecksumCache;
 
 use crate::adapter::{
-    Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
+    Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored, forward,
 };
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{Buffer, LoadItem, ObjectSpec, StoreItem, key_digest};
@@ -188,9 +188,9 @@ impl Checksums {
 }
 
 impl Adapter for Checksums {
-    fn kind(&self) -> &'static str {
-        self.inner.kind()
-    }
+    forward!(
+        kind, list, recover, size_of, free_bytes, check, prefer, close
+    );
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
@@ -259,33 +259,6 @@ impl Adapter for Checksums {
         })
     }
 
-    fn list(&self, from: Option<String>, limit: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
-        self.inner.list(from, limit)
-    }
-
-    fn recover<'a>(
-        &'a self,
-        found: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
-    ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
-        self.inner.recover(found)
-    }
-
-    fn size_of(&self, len: u64) -> u64 {
-        self.inner.size_of(len)
-    }
-
-    fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {
-        self.inner.free_bytes()
-    }
-
-    fn check(&self) -> BoxFuture<'_, ()> {
-        self.inner.check()
-    }
-
-    fn prefer(&self, host: &str) {
-        self.inner.prefer(host);
-    }
-
     fn status(&self) -> Value {
         let mut status = self.inner.status();
         if let Some(status) = status.as_object_mut() {
@@ -300,9 +273,5 @@ impl Adapter for Checksums {
             status.insert("checksums".into(), checksums);
         }
         status
-    }
-
-    fn close(&self) -> BoxFuture<'_, ()> {
-        self.inner.close()
     }
 }

@@ -22,7 +22,7 @@ pub use pattern::Pattern;
 pub use rule::{Corruption, Fault, Operation, Rule, Wait};
 
 use crate::adapter::{
-    Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
+    Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored, forward,
 };
 use crate::config::{AdapterConfig, Fallback, Interval, Key, Options, Shape};
 use crate::error::{ErrorKind, L2Error};
@@ -189,6 +189,8 @@ async fn pause(time: std::time::Duration) {
 }
 
 impl Adapter for Faulty {
+    forward!(size_of, check, prefer);
+
     fn kind(&self) -> &'static str {
         FAULT_INJECT.name()
     }
@@ -293,20 +295,8 @@ impl Adapter for Faulty {
         Box::pin(self.whole(Operation::List, "recovery", self.inner.recover(found)))
     }
 
-    fn size_of(&self, len: u64) -> u64 {
-        self.inner.size_of(len)
-    }
-
     fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {
         Box::pin(self.whole(Operation::Free, "free bytes", self.inner.free_bytes()))
-    }
-
-    fn check(&self) -> BoxFuture<'_, ()> {
-        self.inner.check()
-    }
-
-    fn prefer(&self, host: &str) {
-        self.inner.prefer(host);
     }
 
     fn status(&self) -> Value {
