@@ -113,15 +113,17 @@ pub struct Transfer<'a> {
     pub ok: bool,
 }
 
-/// The pool shared with a worker.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct EngineDriven<'a> {
-    /// POSIX segment, without a slash in front; empty: no pool, data travels inside messages.
-    pub shm_name: Cow<'a, str>,
-    /// Bytes of the pool.
-    pub pool_size: u64,
-    /// The engine's block that holds no data; absent before 0.5.7.
-    pub null_block_id: Option<i64>,
+record! {
+    /// The pool shared with a worker.
+    pub struct EngineDriven<'a> {
+        /// POSIX segment, without a slash in front; empty: no pool, data travels inside messages.
+        pub shm_name: Cow<'a, str> = "shm_name";
+        /// Bytes of the pool.
+        pub pool_size: u64 = "pool_size";
+    } and {
+        /// The engine's block that holds no data; absent before 0.5.7.
+        pub null_block_id: i64 = "null_block_id";
+    }
 }
 
 record! {

@@ -1,8 +1,8 @@
 //! Bytes to responses, for clients.
 
 use super::{
-    ChunkSlot, EngineDriven, PrepareRetrieve, PrepareStore, Response, ResponseKind, SlotGroups,
-    StoreTarget, Transfer,
+    ChunkSlot, PrepareRetrieve, PrepareStore, Response, ResponseKind, SlotGroups, StoreTarget,
+    Transfer,
 };
 use crate::lenient;
 use crate::wire::fields::read_fields;
@@ -31,7 +31,7 @@ pub(super) fn read<'a>(
                 ok: reader.bool().at_index(1)?,
             })
         }
-        ResponseKind::EngineDriven => Response::EngineDriven(read_pool(reader)?),
+        ResponseKind::EngineDriven => Response::EngineDriven(WireValue::read(reader)?),
         ResponseKind::PrepareStore => Response::PrepareStore(read_prepare_store(reader)?),
         ResponseKind::PrepareRetrieve => Response::PrepareRetrieve(read_prepare_retrieve(reader)?),
         ResponseKind::EventBatch => Response::EventBatch(WireValue::read(reader)?),
@@ -55,19 +55,6 @@ fn pair(reader: &mut Reader<'_>) -> Result<(), DecodeError> {
             "expected an array of 2 values, found {len}"
         ))),
     }
-}
-
-fn read_pool<'a>(reader: &mut Reader<'a>) -> Result<EngineDriven<'a>, DecodeError> {
-    read_fields!(reader, |value| {
-        shm_name, "shm_name" => value.str()?;
-        pool_size, "pool_size" => value.int()?;
-        null_block_id = None, "null_block_id" => value.int().map(Some)?;
-    });
-    Ok(EngineDriven {
-        shm_name: shm_name.into(),
-        pool_size,
-        null_block_id,
-    })
 }
 
 /// What a context map may hold; a context without a list of slots is one without a shared pool.

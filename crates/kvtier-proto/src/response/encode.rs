@@ -21,17 +21,7 @@ pub(super) fn encode(response: &Response<'_>) -> Option<Vec<u8>> {
             wire::write_bin(&mut out, &transfer.event_handle);
             wire::write_bool(&mut out, transfer.ok);
         }
-        Response::EngineDriven(pool) => {
-            wire::write_map_len(&mut out, 2 + usize::from(pool.null_block_id.is_some()));
-            wire::write_str(&mut out, "shm_name");
-            wire::write_str(&mut out, &pool.shm_name);
-            wire::write_str(&mut out, "pool_size");
-            wire::write_uint(&mut out, pool.pool_size);
-            if let Some(null_block_id) = pool.null_block_id {
-                wire::write_str(&mut out, "null_block_id");
-                wire::write_int(&mut out, null_block_id);
-            }
-        }
+        Response::EngineDriven(pool) => pool.write(&mut out),
         Response::PrepareStore(prepared) => write_prepare_store(&mut out, prepared),
         Response::PrepareRetrieve(prepared) => write_prepare_retrieve(&mut out, prepared),
         Response::EventBatch(batch) => batch.write(&mut out),

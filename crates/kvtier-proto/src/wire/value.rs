@@ -37,6 +37,7 @@ macro_rules! values {
 values! {
     i64: 1, Reader::int, |value, out| write_int(out, *value);
     u64: 1, Reader::int, |value, out| write_uint(out, *value);
+    u32: 1, Reader::int, |value, out| write_uint(out, u64::from(*value));
     bool: 1, Reader::bool, |value, out| write_bool(out, *value);
     &'a str: 1, Reader::str, |value, out| write_str(out, value);
     &'a [u8]: 2, Reader::bin, |value, out| write_bin(out, value);
@@ -88,17 +89,22 @@ impl<'a, V: WireValue<'a>> WireValue<'a> for Option<V> {
 }
 
 /// Declares a record by `field: Type = "name"`, and for a field that may be absent its `default`, for one that is read with
-/// more checks than its type how it is `read`. Unknown names are skipped.
+/// more checks than its type how it is `read`. Fields of `and` are options, which are absent if they are none. Unknown names
+/// are skipped.
 macro_rules! record {
     (
-        $(#[$attribute:meta])* pub struct $record:ident $(<$lifetime:lifetime>)? { $(
-            $(#[$doc:meta])* pub $field:ident: $type:ty = $name:literal $(, default $default:expr)? $(, read $read:expr)?;
-        )* }
+        $(#[$attribute:meta])* pub struct $record:ident $(<$lifetime:lifetime>)? {
+            $($(#[$doc:meta])* pub $field:ident: $type:ty = $name:literal $(, default $default:expr)? $(, read $read:expr)?;)*
+        }
+        $(and { $(
+            $(#[$option_doc:meta])* pub $option:ident: $option_type:ty = $option_name:literal $(, read $option_read:expr)?;
+        )* })?
     ) => {
         $(#[$attribute])*
         #[derive(Debug, Clone, PartialEq, Eq)]
         pub struct $record $(<$lifetime>)? {
             $($(#[$doc])* pub $field: $type,)*
+            $($($(#[$option_doc])* pub $option: Option<$option_type>,)*)?
         }
 
         impl<'a> $crate::wire::WireValue<'a> for $record $(<$lifetime>)? {
@@ -106,22 +112,29 @@ macro_rules! record {
 
             fn read(reader: &mut $crate::wire::Reader<'a>) -> Result<Self, $crate::wire::DecodeError> {
                 $(let mut $field = None;)*
+                $($(let mut $option = None;)*)?
                 reader.map(|name, value| {
                     match name {
                         $($name => $field = Some(record!(@read value $(, $read)?)),)*
+                        $($($option_name => $option = Some(record!(@read value $(, $option_read)?)),)*)?
                         _ => value.skip_unknown(name)?,
                     }
                     Ok(())
                 })?;
-                Ok(Self { $($field: record!(@end $field, $name $(, $default)?),)* })
+                Ok(Self { $($field: record!(@end $field, $name $(, $default)?),)* $($($option,)*)? })
             }
 
             fn write(&self, out: &mut Vec<u8>) {
-                $crate::wire::write_map_len(out, [$($name),*].len());
+                let fields = <[&str]>::len(&[$($name),*]) $($(+ usize::from(self.$option.is_some()))*)?;
+                $crate::wire::write_map_len(out, fields);
                 $(
                     $crate::wire::write_str(out, $name);
                     $crate::wire::WireValue::write(&self.$field, out);
                 )*
+                $($(if let Some(value) = &self.$option {
+                    $crate::wire::write_str(out, $option_name);
+                    $crate::wire::WireValue::write(value, out);
+                })*)?
             }
         }
     };

@@ -1,7 +1,7 @@
 //! Description of the tensors of a registration: engine, layout hints, groups of layers.
 
-use crate::chunk::{self, CHUNK_TOKENS};
-use crate::wire::{self, DecodeError, Reader, name_shown, record};
+use crate::chunk;
+use crate::wire::{self, DecodeError, Reader, WireValue, name_shown, record};
 
 /// An enum whose values are texts on the wire.
 macro_rules! text_enum {
@@ -23,8 +23,10 @@ macro_rules! text_enum {
                     $(Self::$variant => $text),+
                 }
             }
+        }
 
-            pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
+        impl<'a> WireValue<'a> for $name {
+            fn read(reader: &mut Reader<'a>) -> Result<Self, DecodeError> {
                 let text = reader.str()?;
                 Self::ALL.iter().copied().find(|value| value.name() == text).ok_or_else(|| {
                     DecodeError::new(format!(
@@ -33,6 +35,10 @@ macro_rules! text_enum {
                         [$($text),+].join(", ")
                     ))
                 })
+            }
+
+            fn write(&self, out: &mut Vec<u8>) {
+                wire::write_str(out, self.name());
             }
         }
     };
@@ -85,100 +91,33 @@ pub const HELD_BLOCKS: i64 = 1;
 /// registration for one whose blocks are not held, and the id -1 for a block.
 pub const HELD_BLOCKS_FEATURE: &str = "kvtier.held_blocks.1";
 
-/// What an engine knows about its tensors' layout. Absent fields are unknown.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct LayoutHints {
-    /// Order of the dimensions.
-    pub kv_layout: Option<KvLayoutName>,
-    /// KV heads of one worker.
-    pub num_kv_heads: Option<i64>,
-    /// Tokens in one block.
-    pub tokens_per_block: Option<i64>,
-    /// How the list of tensors splits K and V.
-    pub kv_list_layout: Option<KvListLayout>,
-    /// Values in one head.
-    pub head_dim: Option<i64>,
-    /// Tokens in one of the engine's blocks, which may take several pages. Only 0.4.5 and 0.4.6 send it; later releases
-    /// describe groups.
-    pub logical_block_tokens: Option<i64>,
-    /// Version of the promise that the engine reuses no block while a transfer of it is in flight; absent if it may. Only
-    /// kvtier's clients send it. Version 1:
-    ///
-    /// * The block id -1 stands for a block that the engine does not have: one that has left its window. A chunk is not stored
-    ///   for a group that lacks a needed block, and a retrieve writes nothing for it.
-    /// * Each window is an object group of its own, of the last blocks of a chunk that a window shorter than it needs.
-    /// * A recurrent state is the last block of a chunk.
-    pub held_blocks: Option<i64>,
-    /// Tokens per chunk, if the client asks for another size than the server's default; see [`chunk`].
-    pub chunk_tokens: Option<u32>,
-}
-
-/// Wire name of [`LayoutHints::held_blocks`].
-const HELD_BLOCKS_NAME: &str = "kvtier.held_blocks";
-
-impl LayoutHints {
-    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
-        let mut hints = Self::default();
-        reader.map(|name, value| {
-            match name {
-                "kv_layout" => hints.kv_layout = Some(KvLayoutName::read(value)?),
-                "num_kv_heads" => hints.num_kv_heads = Some(value.int()?),
-                "tokens_per_block" => hints.tokens_per_block = Some(value.int()?),
-                "kv_list_layout" => hints.kv_list_layout = Some(KvListLayout::read(value)?),
-                "head_dim" => hints.head_dim = Some(value.int()?),
-                "inference_engine_logical_block_size" => {
-                    hints.logical_block_tokens = Some(value.int()?);
-                }
-                HELD_BLOCKS_NAME => hints.held_blocks = Some(value.int()?),
-                CHUNK_TOKENS => hints.chunk_tokens = Some(chunk::read(value)?),
-                _ => value.skip_unknown(name)?,
-            }
-            Ok(())
-        })?;
-        Ok(hints)
-    }
-
-    /// Writes the fields that are known; the only structure of the protocol that leaves fields out.
-    pub(crate) fn write(&self, out: &mut Vec<u8>) {
-        let texts = [
-            ("kv_layout", self.kv_layout.map(KvLayoutName::name)),
-            (
-                "kv_list_layout",
-                self.kv_list_layout.map(KvListLayout::name),
-            ),
-        ];
-        let known = [
-            self.num_kv_heads,
-            self.tokens_per_block,
-            self.head_dim,
-            self.logical_block_tokens,
-            self.held_blocks,
-        ];
-        let count = known.iter().flatten().count()
-            + texts.iter().filter(|(_, text)| text.is_some()).count()
-            + usize::from(self.chunk_tokens.is_some());
-        let text = |out: &mut Vec<u8>, (name, text): (&str, Option<&str>)| {
-            if let Some(text) = text {
-                wire::write_str(out, name);
-                wire::write_str(out, text);
-            }
-        };
-        let int = |out: &mut Vec<u8>, name: &str, value: Option<i64>| {
-            if let Some(value) = value {
-                wire::write_str(out, name);
-                wire::write_int(out, value);
-            }
-        };
-        wire::write_map_len(out, count);
-        text(out, texts[0]);
-        int(out, "num_kv_heads", self.num_kv_heads);
-        int(out, "tokens_per_block", self.tokens_per_block);
-        text(out, texts[1]);
-        int(out, "head_dim", self.head_dim);
-        let logical = "inference_engine_logical_block_size";
-        int(out, logical, self.logical_block_tokens);
-        int(out, HELD_BLOCKS_NAME, self.held_blocks);
-        chunk::write(out, self.chunk_tokens);
+record! {
+    /// What an engine knows about its tensors' layout. Absent fields are unknown.
+    #[derive(Copy, Default)]
+    pub struct LayoutHints {} and {
+        /// Order of the dimensions.
+        pub kv_layout: KvLayoutName = "kv_layout";
+        /// KV heads of one worker.
+        pub num_kv_heads: i64 = "num_kv_heads";
+        /// Tokens in one block.
+        pub tokens_per_block: i64 = "tokens_per_block";
+        /// How the list of tensors splits K and V.
+        pub kv_list_layout: KvListLayout = "kv_list_layout";
+        /// Values in one head.
+        pub head_dim: i64 = "head_dim";
+        /// Tokens in one of the engine's blocks, which may take several pages. Only 0.4.5 and 0.4.6 send it; later releases
+        /// describe groups.
+        pub logical_block_tokens: i64 = "inference_engine_logical_block_size";
+        /// Version of the promise that the engine reuses no block while a transfer of it is in flight; absent if it may. Only
+        /// kvtier's clients send it. Version 1:
+        ///
+        /// * The block id -1 stands for a block that the engine does not have: one that has left its window. A chunk is not stored
+        ///   for a group that lacks a needed block, and a retrieve writes nothing for it.
+        /// * Each window is an object group of its own, of the last blocks of a chunk that a window shorter than it needs.
+        /// * A recurrent state is the last block of a chunk.
+        pub held_blocks: i64 = "kvtier.held_blocks";
+        /// Tokens per chunk, if the client asks for another size than the server's default; see [`chunk`].
+        pub chunk_tokens: u32 = "kvtier.chunk_tokens", read chunk::read;
     }
 }
 
