@@ -23,6 +23,16 @@ pub(crate) fn wrong(reply: &ClientReply, expected: &str, got: &Response<'_>) -> 
     unexpected(reply, format!("{expected} was expected, {kind} came"))
 }
 
+/// The value of a response of the variant that is expected; `$what` says which.
+macro_rules! expect {
+    ($reply:expr, $variant:ident, $what:literal) => {
+        match $reply.response()? {
+            Response::$variant(value) => value,
+            other => return Err(wrong($reply, $what, &other)),
+        }
+    };
+}
+
 pub(crate) fn nothing(reply: &ClientReply) -> Result<(), ClientError> {
     match reply.response()? {
         Response::Nothing => Ok(()),
@@ -31,10 +41,7 @@ pub(crate) fn nothing(reply: &ClientReply) -> Result<(), ClientError> {
 }
 
 pub(crate) fn chunk_size(reply: &ClientReply) -> Result<usize, ClientError> {
-    let size = match reply.response()? {
-        Response::Int(size) => size,
-        other => return Err(wrong(reply, "an int", &other)),
-    };
+    let size = expect!(reply, Int, "an int");
     usize::try_from(size)
         .ok()
         .filter(|size| *size > 0)
@@ -47,24 +54,16 @@ pub(crate) fn chunk_size(reply: &ClientReply) -> Result<usize, ClientError> {
 }
 
 pub(crate) fn text(reply: &ClientReply) -> Result<String, ClientError> {
-    match reply.response()? {
-        Response::Text(text) => Ok(text.into_owned()),
-        other => Err(wrong(reply, "a text", &other)),
-    }
+    Ok(expect!(reply, Text, "a text").into_owned())
 }
 
 pub(crate) fn texts(reply: &ClientReply) -> Result<Vec<String>, ClientError> {
-    match reply.response()? {
-        Response::Texts(names) => Ok(names.into_iter().map(Into::into).collect()),
-        other => Err(wrong(reply, "a list of names", &other)),
-    }
+    let names = expect!(reply, Texts, "a list of names");
+    Ok(names.into_iter().map(Into::into).collect())
 }
 
 pub(crate) fn truth(reply: &ClientReply) -> Result<bool, ClientError> {
-    match reply.response()? {
-        Response::Bool(value) => Ok(value),
-        other => Err(wrong(reply, "a bool", &other)),
-    }
+    Ok(expect!(reply, Bool, "a bool"))
 }
 
 pub(crate) fn optional_count(reply: &ClientReply) -> Result<Option<u64>, ClientError> {
@@ -99,10 +98,7 @@ pub(crate) fn limited(
 
 /// Whether each of `asked` objects was found.
 pub(crate) fn found(reply: &ClientReply, asked: u64) -> Result<Vec<bool>, ClientError> {
-    let bits = match reply.response()? {
-        Response::Bits(bits) => bits,
-        other => return Err(wrong(reply, "a bitmap", &other)),
-    };
+    let bits = expect!(reply, Bits, "a bitmap");
     let asked = usize::try_from(asked).unwrap_or(usize::MAX);
     // None at all is the answer to a find that cannot be served.
     if !bits.is_empty() && bits.len() != asked.div_ceil(8) {
@@ -118,50 +114,40 @@ pub(crate) fn found(reply: &ClientReply, asked: u64) -> Result<Vec<bool>, Client
 
 /// Whether a transfer succeeded. Its device event is left out: CPU workers need none.
 pub(crate) fn transferred(reply: &ClientReply) -> Result<bool, ClientError> {
-    match reply.response()? {
-        Response::Transfer(verdict) => Ok(verdict.ok),
-        other => Err(wrong(reply, "an event and a verdict", &other)),
-    }
+    Ok(expect!(reply, Transfer, "an event and a verdict").ok)
 }
 
 pub(crate) fn pool(reply: &ClientReply) -> Result<EngineDriven<'static>, ClientError> {
-    match reply.response()? {
-        Response::EngineDriven(pool) => Ok(EngineDriven {
-            shm_name: pool.shm_name.into_owned().into(),
-            pool_size: pool.pool_size,
-            null_block_id: pool.null_block_id,
-        }),
-        other => Err(wrong(reply, "a pool's name and size", &other)),
-    }
+    let pool = expect!(reply, EngineDriven, "a pool's name and size");
+    Ok(EngineDriven {
+        shm_name: pool.shm_name.into_owned().into(),
+        pool_size: pool.pool_size,
+        null_block_id: pool.null_block_id,
+    })
 }
 
 pub(crate) fn prepare_store(reply: &ClientReply) -> Result<PrepareStore<'static>, ClientError> {
-    match reply.response()? {
-        Response::PrepareStore(answer) => Ok(PrepareStore {
-            target: answer.target.map(|target| StoreTarget {
-                slots: target.slots.into_iter().map(owned_slot).collect(),
-                chunk_indices: target.chunk_indices,
-                group_ids: target.group_ids,
-            }),
+    let answer = expect!(reply, PrepareStore, "slots");
+    Ok(PrepareStore {
+        target: answer.target.map(|target| StoreTarget {
+            slots: target.slots.into_iter().map(owned_slot).collect(),
+            chunk_indices: target.chunk_indices,
+            group_ids: target.group_ids,
         }),
-        other => Err(wrong(reply, "slots", &other)),
-    }
+    })
 }
 
 pub(crate) fn prepare_retrieve(
     reply: &ClientReply,
 ) -> Result<PrepareRetrieve<'static>, ClientError> {
-    match reply.response()? {
-        Response::PrepareRetrieve(answer) => Ok(PrepareRetrieve {
-            success: answer.success,
-            data: answer.data.into_owned().into(),
-            slots: answer
-                .slots
-                .map(|slots| slots.into_iter().map(owned_slot).collect()),
-            groups: answer.groups,
-        }),
-        other => Err(wrong(reply, "slots", &other)),
-    }
+    let answer = expect!(reply, PrepareRetrieve, "slots");
+    let slots = answer.slots;
+    Ok(PrepareRetrieve {
+        success: answer.success,
+        data: answer.data.into_owned().into(),
+        slots: slots.map(|slots| slots.into_iter().map(owned_slot).collect()),
+        groups: answer.groups,
+    })
 }
 
 fn owned_slot(slot: ChunkSlot<'_>) -> ChunkSlot<'static> {
