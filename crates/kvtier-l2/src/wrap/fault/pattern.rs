@@ -49,12 +49,7 @@ impl Pattern {
 
 /// The part that a key belongs to: the 64-bit BLAKE2b of seed and key as text, modulo [`PARTS`].
 fn part(seed: i64, key: &ObjectKey) -> u64 {
-    let hash: String = key
-        .chunk_hash()
-        .0
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect();
+    let hash = hex::encode(key.chunk_hash().0);
     let text = format!(
         "{seed}:{hash}:{}:{}:{}:{}",
         key.model_name(),
