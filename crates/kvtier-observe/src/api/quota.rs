@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use utoipa::ToSchema;
 
 /// Bytes that a tenant may have, in GiB.
@@ -170,24 +170,11 @@ pub struct TenantPage {
     /// The tenants by name.
     pub users: BTreeMap<String, Tenant>,
     /// Token of the next page, `null` at the end. Absent without pages.
-    #[serde(skip_serializing_if = "Option::is_none", with = "present")]
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "present")]
     pub next_page_token: Option<Option<String>>,
 }
 
-/// A field that may be `null`, and may be absent.
-mod present {
-    use serde::{Deserialize as _, Deserializer, Serialize as _, Serializer};
-
-    pub(super) fn serialize<S: Serializer>(
-        value: &Option<Option<String>>,
-        serializer: S,
-    ) -> Result<S::Ok, S::Error> {
-        value.serialize(serializer)
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
-        reader: D,
-    ) -> Result<Option<Option<String>>, D::Error> {
-        Option::deserialize(reader).map(Some)
-    }
+/// Reads a field that may be `null`, and may be absent.
+fn present<'de, D: Deserializer<'de>>(reader: D) -> Result<Option<Option<String>>, D::Error> {
+    Option::deserialize(reader).map(Some)
 }

@@ -33,20 +33,9 @@ impl TraceParent {
 
 /// Lower case only.
 fn hex<const N: usize>(text: &str) -> Option<[u8; N]> {
-    let digit = |digit: u8| match digit {
-        b'0'..=b'9' => Some(digit - b'0'),
-        b'a'..=b'f' => Some(digit - b'a' + 10),
-        _ => None,
-    };
-    let text = text.as_bytes();
-    if text.len() != 2 * N {
-        return None;
-    }
     let mut bytes = [0; N];
-    for (byte, pair) in bytes.iter_mut().zip(text.chunks_exact(2)) {
-        *byte = digit(pair[0])? << 4 | digit(pair[1])?;
-    }
-    Some(bytes)
+    let is_lower = !text.bytes().any(|digit| digit.is_ascii_uppercase());
+    (is_lower && hex::decode_to_slice(text, &mut bytes).is_ok()).then_some(bytes)
 }
 
 #[cfg(test)]
