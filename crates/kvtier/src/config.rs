@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context as _, bail};
+use anyhow::bail;
 use clap::{Args, Subcommand};
 use kvtier_observe::api::{ChangedFlag, Reloaded};
 use kvtier_server::config::flags_by_name;
@@ -17,7 +17,7 @@ use serde_json::Value;
 use crate::address::HttpArgs;
 use crate::out;
 use crate::units::duration;
-use crate::web::{AccessArgs, Client, refusal};
+use crate::web::{AccessArgs, Client};
 
 /// Exit code of a comparison that found differences.
 const DIFFERENT: u8 = 3;
@@ -109,26 +109,18 @@ pub(crate) fn run(args: &ConfigArgs) -> anyhow::Result<ExitCode> {
 
 /// What a server runs with.
 fn running(args: &ServerArgs) -> anyhow::Result<Flags> {
-    let url = args.address.url();
-    let client = Client::new(url, &args.access, args.timeout)?;
-    let (status, body) = client.get("/config")?;
-    if status != 200 {
-        bail!("{url}: {}", refusal(status, &body));
-    }
-    let answer: Value = serde_json::from_str(&body)
-        .with_context(|| format!("the answer of {url} is not a configuration"))?;
+    let answer = args.client()?.json("GET", "/config", None)?;
     Ok(flags_by_name(&out::shown(&answer)))
 }
 
 /// Reloads a server; returns what has changed.
 fn reload(args: &ServerArgs) -> anyhow::Result<Reloaded> {
-    let url = args.address.url();
-    let client = Client::new(url, &args.access, args.timeout)?;
-    let (status, body) = client.request("POST", "/config/reload", None)?;
-    if status != 200 {
-        bail!("{url}: {}", refusal(status, &body));
-    }
-    let answer: Value = serde_json::from_str(&body)
-        .with_context(|| format!("the answer of {url} is not that of a reload"))?;
+    let answer = args.client()?.json("POST", "/config/reload", None)?;
     Ok(kvtier_observe::api::from_value(answer)?)
+}
+
+impl ServerArgs {
+    fn client(&self) -> anyhow::Result<Client> {
+        Client::new(self.address.url(), &self.access, self.timeout)
+    }
 }

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::address::HttpArgs;
 use crate::out;
 use crate::units::duration;
-use crate::web::{AccessArgs, Client, refusal};
+use crate::web::{AccessArgs, Client, typed};
 
 /// Arguments of `kvtier explain`.
 #[derive(Debug, Args)]
@@ -55,22 +55,12 @@ pub fn run(args: &ExplainArgs) -> anyhow::Result<ExitCode> {
         cache_salt: args.cache_salt.clone(),
         chunk_size: args.chunk_size,
     };
-    let url = args.server.url();
-    let body = json!(request).to_string();
-    let client = Client::new(url, &args.access, args.timeout)?;
-    let (status, text) = client.request("POST", "/cache/explain", Some(body))?;
-    if status != 200 {
-        anyhow::bail!("{url} refuses: {}", refusal(status, &text));
-    }
-    let answer: Option<Value> = serde_json::from_str(&text).ok();
-    let answer = answer
-        .filter(Value::is_object)
-        .with_context(|| format!("{url} answers with no JSON object"))?;
+    let client = Client::new(args.server.url(), &args.access, args.timeout)?;
+    let answer = client.json("POST", "/cache/explain", Some(&json!(request)))?;
     let shown = if args.json {
         out::json(&answer) + "\n"
     } else {
-        let explanation = kvtier_observe::api::from_value(out::shown(&answer));
-        report(&explanation.with_context(|| format!("{url} answers with a field of another type"))?)
+        report(&typed(args.server.url(), &answer)?)
     };
     write!(out::stdout(), "{shown}").context("stdout")?;
     Ok(ExitCode::SUCCESS)

@@ -7,8 +7,11 @@ use std::time::Duration;
 use anyhow::{Context as _, anyhow, ensure};
 use clap::Args;
 use kvtier_server::escape::escape;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
+
+use crate::out;
 
 /// Environment variable with the token, if no file is given.
 const TOKEN_VARIABLE: &str = "KVTIER_TOKEN";
@@ -75,7 +78,7 @@ fn read(path: &Path, flag: &str) -> anyhow::Result<String> {
 /// One server's HTTP API.
 pub(crate) struct Client {
     agent: ureq::Agent,
-    base: String,
+    pub(crate) base: String,
     authorization: Option<String>,
 }
 
@@ -99,6 +102,26 @@ impl Client {
             base: base.trim_end_matches('/').to_owned(),
             authorization: token.map(|token| format!("Bearer {token}")),
         })
+    }
+
+    /// Sends a request whose answer is a JSON object, and returns that.
+    pub(crate) fn json(
+        &self,
+        method: &str,
+        path: &str,
+        body: Option<&Value>,
+    ) -> anyhow::Result<Value> {
+        let (status, text) = self.request(method, path, body.map(Value::to_string))?;
+        ensure!(
+            status == 200,
+            "{} refuses: {}",
+            self.base,
+            refusal(status, &text)
+        );
+        let answer: Option<Value> = serde_json::from_str(&text).ok();
+        answer
+            .filter(Value::is_object)
+            .with_context(|| format!("{} answers with no JSON object", self.base))
     }
 
     /// Sends `GET base + path`; returns status code and body. Any status is an answer; no answer is an error of one line.
@@ -153,6 +176,12 @@ impl Client {
             .with_context(|| format!("the answer of {url} cannot be read"))?;
         Ok((answer.status().as_u16(), body))
     }
+}
+
+/// Reads an answer of the server at `url`, with its texts escaped.
+pub(crate) fn typed<T: DeserializeOwned>(url: &str, answer: &Value) -> anyhow::Result<T> {
+    kvtier_observe::api::from_value(out::shown(answer))
+        .with_context(|| format!("{url} answers with a field of another type"))
 }
 
 /// The server's reason for a refusal, with a hint if a token is missing.

@@ -21,7 +21,7 @@ use serde_json::{Map, Value, json};
 use crate::address::HttpArgs;
 use crate::out;
 use crate::units::duration;
-use crate::web::{AccessArgs, Client, refusal};
+use crate::web::{AccessArgs, Client, typed};
 
 /// Exit code of a change that succeeded without effect.
 const NO_EFFECT: u8 = 3;
@@ -174,7 +174,7 @@ pub fn run(args: &QuotaArgs) -> anyhow::Result<ExitCode> {
             let body = body(*limit, *reserved, tier_limit, tier_reserved);
             let report = |change: &QuotaChange| report::set(change, *reserved);
             server
-                .ask("PUT", &format!("/quota/{salt}"), Some(json!(body)))
+                .ask("PUT", &format!("/quota/{salt}"), Some(&json!(body)))
                 .and_then(|answer| changed(server, &answer, report, *allow_ineffective))
         }
         QuotaCommand::Get { salt, server } => server
@@ -232,7 +232,7 @@ fn import(server: &ServerArgs, file: &Path, allow_ineffective: bool) -> anyhow::
     if let Some(users) = body.get_mut("users").and_then(Value::as_object_mut) {
         only_set(users);
     }
-    let answer = server.ask("PUT", "/quota", Some(body))?;
+    let answer = server.ask("PUT", "/quota", Some(&body))?;
     changed(server, &answer, report::import, allow_ineffective)
 }
 
@@ -242,7 +242,7 @@ fn changed(
     report: impl FnOnce(&QuotaChange) -> String,
     allow_ineffective: bool,
 ) -> anyhow::Result<ExitCode> {
-    let change: QuotaChange = server.typed(answer.clone())?;
+    let change: QuotaChange = typed(server.address.url(), answer)?;
     if change.persisted == Some(false) {
         out::complain(
             "quota",
@@ -285,24 +285,9 @@ fn list(server: &ServerArgs, all: bool) -> anyhow::Result<ExitCode> {
 }
 
 impl ServerArgs {
-    /// Sends a request; returns the answer, or the refusal as an error.
-    fn ask(&self, method: &str, path: &str, body: Option<Value>) -> anyhow::Result<Value> {
-        let body = body.map(|body| body.to_string());
-        let (status, text) = Client::new(self.address.url(), &self.access, self.timeout)?
-            .request(method, path, body)?;
-        if status != 200 {
-            anyhow::bail!("{} refuses: {}", self.address.url(), refusal(status, &text));
-        }
-        let answer: Option<Value> = serde_json::from_str(&text).ok();
-        answer
-            .filter(Value::is_object)
-            .with_context(|| format!("{} answers with no JSON object", self.address.url()))
-    }
-
-    fn typed<T: DeserializeOwned>(&self, answer: Value) -> anyhow::Result<T> {
-        let url = self.address.url();
-        kvtier_observe::api::from_value(answer)
-            .with_context(|| format!("{url} answers with a field of another type"))
+    fn ask(&self, method: &str, path: &str, body: Option<&Value>) -> anyhow::Result<Value> {
+        let client = Client::new(self.address.url(), &self.access, self.timeout)?;
+        client.json(method, path, body)
     }
 
     fn print<T: DeserializeOwned>(
@@ -313,7 +298,7 @@ impl ServerArgs {
         let text = if self.json {
             out::json(answer)
         } else {
-            report(&self.typed(out::shown(answer))?)
+            report(&typed(self.address.url(), answer)?)
         };
         writeln!(out::stdout(), "{text}").context("stdout")?;
         Ok(ExitCode::SUCCESS)

@@ -9,7 +9,6 @@ use std::process::ExitCode;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::Context as _;
 use clap::Args;
 use indicatif::{HumanBytes, HumanCount, HumanDuration};
 use kvtier_observe::api::{
@@ -21,7 +20,7 @@ use serde_json::{Map, Value, json};
 use crate::address::HttpListArgs;
 use crate::out;
 use crate::units::duration;
-use crate::web::{AccessArgs, Client, refusal};
+use crate::web::{AccessArgs, Client, typed};
 
 /// Arguments of `kvtier status`.
 #[derive(Debug, Args)]
@@ -63,7 +62,8 @@ pub fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
 
 /// Prints a line per server, asked at the same time, and their totals.
 fn several(urls: &[&str], args: &StatusArgs) -> anyhow::Result<ExitCode> {
-    let ask = |url: &str| ask(url, &Client::new(url, &args.access, args.timeout)?);
+    let ask =
+        |url: &str| Client::new(url, &args.access, args.timeout)?.json("GET", "/status", None);
     let answers: Vec<anyhow::Result<Value>> = thread::scope(|scope| {
         let asked: Vec<_> = urls.iter().map(|url| scope.spawn(|| ask(url))).collect();
         let answers = asked.into_iter().map(|asked| asked.join());
@@ -79,7 +79,7 @@ fn several(urls: &[&str], args: &StatusArgs) -> anyhow::Result<ExitCode> {
     let mut starts = HashMap::new();
     for (url, answer) in urls.iter().zip(answers) {
         let status = answer.and_then(|answer| {
-            let status = parse(url, &answer)?;
+            let status: Status = typed(url, &answer)?;
             all.insert((*url).to_owned(), answer);
             Ok(status)
         });
@@ -162,33 +162,15 @@ impl Usage {
 
 /// Prints the status; returns whether the server is healthy.
 fn status(url: &str, client: &Client, json: bool) -> anyhow::Result<bool> {
-    let answer = ask(url, client)?;
+    let answer = client.json("GET", "/status", None)?;
     if json {
         writeln!(out::stdout(), "{}", out::json(&answer))?;
     }
-    let status = parse(url, &answer)?;
+    let status: Status = typed(url, &answer)?;
     if !json {
         write!(out::stdout(), "{}", summary(url, &status))?;
     }
     Ok(status.is_healthy)
-}
-
-fn parse(url: &str, answer: &Value) -> anyhow::Result<Status> {
-    kvtier_observe::api::from_value(out::shown(answer))
-        .with_context(|| format!("{url}/status has a field of another type"))
-}
-
-/// The server's answer.
-fn ask(url: &str, client: &Client) -> anyhow::Result<Value> {
-    let (code, body) = client.get("/status")?;
-    let status: Value = serde_json::from_str(&body)
-        .ok()
-        .filter(Value::is_object)
-        .with_context(|| format!("{url} answers /status with {code} and no JSON object"))?;
-    if code != 200 {
-        anyhow::bail!("{url}/status returned {}", refusal(code, &body));
-    }
-    Ok(status)
 }
 
 /// Bytes in use, with their share of the size.

@@ -2,12 +2,11 @@
 
 use std::time::Instant;
 
-use anyhow::{Context as _, bail};
+use anyhow::bail;
 use kvtier_observe::api::{Metrics, Status};
 use kvtier_server::escape::escape;
 
-use crate::out;
-use crate::web::{Client, refusal};
+use crate::web::{Client, refusal, typed};
 
 /// Answers of `/status` and `/metrics`.
 pub(super) struct Sample {
@@ -18,20 +17,15 @@ pub(super) struct Sample {
 impl Sample {
     /// Asks a server.
     pub(super) fn take(client: &Client) -> anyhow::Result<Self> {
-        let (at, status) = (Instant::now(), get(client, "/status")?);
-        let status = serde_json::from_str(&status).context("/status is not JSON")?;
+        let (at, status) = (Instant::now(), client.json("GET", "/status", None)?);
+        let metrics = match client.get("/metrics")? {
+            (200, text) => shown(at, &text),
+            (code, text) => bail!("/metrics returned {}", refusal(code, &text)),
+        };
         Ok(Self {
-            status: kvtier_observe::api::from_value(out::shown(&status))
-                .context("/status has a field of another type")?,
-            metrics: shown(at, &get(client, "/metrics")?),
+            status: typed(&client.base, &status)?,
+            metrics,
         })
-    }
-}
-
-fn get(client: &Client, path: &str) -> anyhow::Result<String> {
-    match client.get(path)? {
-        (200, body) => Ok(body),
-        (code, body) => bail!("{path} returned {}", refusal(code, &body)),
     }
 }
 
