@@ -51,21 +51,19 @@ class Holds:
     @classmethod
     def of(cls, pool: Any, *, is_large: bool = False) -> Holds | None:
         """Returns the holds of a pool; None for releases whose pool counts no references, or counts them in another way."""
-        needed = ("touch", "free_blocks", "get_num_free_blocks", "reset_prefix_cache", "blocks", "null_block", "num_gpu_blocks")
+        needed = ("touch", "free_blocks", "get_num_free_blocks", "reset_prefix_cache", "blocks", "num_gpu_blocks")
         if any(not hasattr(pool, name) for name in needed):
             return None
-        null = pool.null_block
-        if not hasattr(null, "is_null") or not hasattr(null, "ref_cnt"):
-            return None
-        before = null.ref_cnt
         try:
-            # The null block is in no queue: only its count changes.
-            pool.touch([null])
-            touched = null.ref_cnt
-            pool.free_blocks([null])
-        except (TypeError, AttributeError):
+            # Releases from 0.33 on count no references to the null block.
+            block = next(block for block in pool.blocks if not block.is_null and not block.ref_cnt)
+            pool.touch([block])
+            if block.ref_cnt != 1:
+                return None
+            pool.free_blocks([block])
+        except (StopIteration, TypeError, AttributeError):
             return None
-        return cls(pool, is_large=is_large) if (touched, null.ref_cnt) == (before + 1, before) else None
+        return None if block.ref_cnt else cls(pool, is_large=is_large)
 
     def __len__(self) -> int:
         return len(self._held)
