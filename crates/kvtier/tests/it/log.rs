@@ -103,4 +103,7 @@ fn lost_tier_s_line_names_the_tier() {
     for part in ["tier=\"cold\"", "failed_calls=", "suppressed_lines=0"] {
         assert!(line.contains(part), "{part}: {line}");
     }
+    // A server that is killed leaves its pool.
+    server.terminate();
+    assert_eq!(server.child.wait().unwrap().code(), Some(0));
 }
