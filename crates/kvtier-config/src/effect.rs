@@ -40,6 +40,9 @@ pub(super) fn without_effect(given: &ArgMatches) -> Vec<String> {
         ];
         need(&peers, "--peer-port");
     }
+    if !text("engine_type").eq_ignore_ascii_case("blend") {
+        need(&["blend_max_segments"], "--engine-type blend");
+    }
     if !text("host").starts_with("ipc://") {
         need(&["ipc_mode"], "--host ipc://PATH");
     }
@@ -118,6 +121,10 @@ mod tests {
                 "--l2-store-queue-gb (needs --l2-adapter)",
                 "--l2-min-free-gb (needs --l2-adapter)",
             ]
+        );
+        assert_eq!(
+            ignored(&["--blend-max-segments", "1000"]),
+            ["--blend-max-segments (needs --engine-type blend)"]
         );
         assert_eq!(
             ignored(&["--ipc-mode", "0660"]),

@@ -110,9 +110,9 @@ pub(super) fn resolve(args: ServerArgs, ignored: Vec<String>) -> Result<ServerCo
         && !args.supported_transfer_mode.allows_lmcache_driven()
     {
         return Err(refuse(
-            "engine-type",
-            "blend",
-            "give it with --supported-transfer-mode auto or lmcache_driven: the server writes the pages",
+            "supported-transfer-mode",
+            "engine_driven",
+            "give auto or lmcache_driven with --engine-type blend: the server writes the pages",
         ));
     }
     check_host(&args.host)?;

@@ -119,9 +119,12 @@ impl Client {
             refusal(status, &text)
         );
         let answer: Option<Value> = serde_json::from_str(&text).ok();
-        answer
-            .filter(Value::is_object)
-            .with_context(|| format!("{} answers with no JSON object", self.base))
+        answer.filter(Value::is_object).with_context(|| {
+            format!(
+                "{} answers with no JSON object; is it a kvtier server?",
+                self.base
+            )
+        })
     }
 
     /// Sends `GET base + path`; returns status code and body. Any status is an answer; no answer is an error of one line.
@@ -189,6 +192,12 @@ pub(crate) fn refusal(status: u16, body: &str) -> String {
     let answer: Value = serde_json::from_str(body).unwrap_or_default();
     let reasons = [&answer["error"], &answer["detail"]];
     let reason = reasons.iter().find_map(|reason| reason.as_str());
+    // An engine's HTTP port has no such route, and other web servers answer in HTML.
+    if !answer.is_object() || (status, reason) == (404, Some("Not Found")) {
+        return format!(
+            "{status}; is it a kvtier server? Give HOST:PORT of its HTTP API (--http-port)"
+        );
+    }
     let hint = if status == 401 {
         "; pass --token-file FILE or set KVTIER_TOKEN"
     } else {

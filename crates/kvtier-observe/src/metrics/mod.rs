@@ -215,7 +215,7 @@ metrics! {
         active_sessions: Gauge = own.active_sessions, "Request sessions alive";
         agent_sessions: Gauge = own.agent_sessions, "Sessions of agents that are remembered";
         blend_segments: Gauge = own.blend_segments,
-            "Chunks that are found elsewhere than in a prefix, with --engine-type blend";
+            "Chunks that are known to be found elsewhere than in a prefix, with --engine-type blend";
         registered_instances: Gauge = own.registered_instances, "Workers registered";
         evicted_chunks: Counter = own.l1_evicted_chunks, "Objects evicted from L1";
         evicted_bytes: Counter = own.l1_evicted_bytes, "Bytes evicted from L1";

@@ -275,8 +275,9 @@ fn summary(url: &str, status: &Status) -> String {
         line(&mut out, "agents", &sessions.to_string(), more);
     }
     if let Some(blend) = &status.blend {
+        let known = format!("{} chunks known", blend.segments);
         let most = [Some(format!("at most {}", blend.max_segments))];
-        line(&mut out, "segments", &blend.segments.to_string(), most);
+        line(&mut out, "blending", &known, most);
     }
     let workers = workers(status);
     line(&mut out, "workers", &workers.len().to_string(), []);
