@@ -609,7 +609,9 @@ impl Index {
         for (slot, content) in self.cluster(home) {
             let other = self.number(content);
             hole = if other == number { slot } else { hole };
-            is_shared |= other != number && self.filter_bit(self.tags[other]) == (home, bit);
+            // A slot tells the bit, and only the entry's tag its home.
+            let has_bit = other != number && 1 << (content >> 29) == bit;
+            is_shared |= has_bit && self.home(self.tags[other]).0 == home;
         }
         if !is_shared {
             self.filter[home] &= !bit;
