@@ -6,5 +6,6 @@
 
 pub mod error;
 pub mod extent;
+pub mod floats;
 pub mod state;
 pub mod sync;

@@ -18,7 +18,6 @@ pub mod cuda;
 mod detect;
 mod device;
 mod error;
-mod floats;
 mod format;
 mod geometry;
 mod groups;

@@ -1,12 +1,12 @@
 //! RoPE of an engine's keys: what it has registered, checked against its pages, and the rotation from one position to another.
 
 use crate::error::LayoutError;
-use crate::floats::{E4M3, E5M2, F16, Float, Minifloat, decode_bf16, encode_bf16};
 use crate::format::TokenContent;
 use crate::geometry::truncated;
 use crate::groups::KernelGroup;
 use crate::layout::{KvLayout, is_untyped};
 use crate::spec::{Engine, LayoutHints, TensorSpec};
+use kvtier_common::floats::{E4M3, E5M2, F16, Float, Minifloat, decode_bf16, encode_bf16};
 
 /// Largest cos/sin cache, as `f32`: one million positions of 128 elements are half of it.
 const MAX_TABLE_BYTES: u64 = 1 << 30;

@@ -1,8 +1,8 @@
-//! Elements of keys and of cos/sin caches, and their conversion from and to `f32`.
+//! Elements of tensors, and their conversion from and to `f32`.
 
 /// Type of an element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Float {
+pub enum Float {
     /// 32 bits.
     F32,
     /// The upper half of 32 bits.
@@ -37,12 +37,12 @@ impl Float {
 }
 
 /// Value of a bfloat16.
-pub(crate) fn decode_bf16(bytes: [u8; 2]) -> f32 {
+pub fn decode_bf16(bytes: [u8; 2]) -> f32 {
     f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16)
 }
 
 /// The nearest bfloat16, ties to even.
-pub(crate) fn encode_bf16(value: f32) -> [u8; 2] {
+pub fn encode_bf16(value: f32) -> [u8; 2] {
     let bits = value.to_bits();
     let rounded = if value.is_nan() {
         bits | 0x40_0000
@@ -54,7 +54,7 @@ pub(crate) fn encode_bf16(value: f32) -> [u8; 2] {
 
 /// A sign, an exponent and a mantissa in at most 16 bits.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Minifloat {
+pub struct Minifloat {
     sign: u32,
     mantissa_bits: u32,
     /// Exponent of the smallest normal number.
@@ -67,7 +67,7 @@ pub(crate) struct Minifloat {
 }
 
 /// [`Float::F16`]. What is too large becomes infinite.
-pub(crate) const F16: Minifloat = Minifloat {
+pub const F16: Minifloat = Minifloat {
     sign: 0x8000,
     mantissa_bits: 10,
     min_exponent: -14,
@@ -77,7 +77,7 @@ pub(crate) const F16: Minifloat = Minifloat {
 };
 
 /// [`Float::E4m3`]. What is too large becomes the largest number, as in the quantization of engines.
-pub(crate) const E4M3: Minifloat = Minifloat {
+pub const E4M3: Minifloat = Minifloat {
     sign: 0x80,
     mantissa_bits: 3,
     min_exponent: -6,
@@ -87,13 +87,20 @@ pub(crate) const E4M3: Minifloat = Minifloat {
 };
 
 /// [`Float::E5m2`]. What is too large becomes the largest number, as in the quantization of engines.
-pub(crate) const E5M2: Minifloat = Minifloat {
+pub const E5M2: Minifloat = Minifloat {
     sign: 0x80,
     mantissa_bits: 2,
     min_exponent: -14,
     special: 0x7c,
     overflow: 0x7b,
     nan: 0x7e,
+};
+
+/// `float8_e5m2` as torch converts to it: what is too large becomes infinite.
+pub const E5M2_INFINITE: Minifloat = Minifloat {
+    overflow: 0x7c,
+    nan: 0x7f,
+    ..E5M2
 };
 
 /// `f32` of a power of two from -126 to 127.
@@ -168,6 +175,7 @@ mod tests {
         check(F16);
         check(E4M3);
         check(E5M2);
+        check(E5M2_INFINITE);
         // Known values of torch.
         assert_eq!(F16.encode(1.0), 0x3c00);
         assert_eq!((F16.encode(65504.0), F16.encode(65520.0)), (0x7bff, 0x7c00));
