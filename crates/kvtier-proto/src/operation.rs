@@ -81,7 +81,7 @@ macro_rules! operations {
             NegotiateChunkSize = "negotiate_chunk_size",
             /// Hit count of a lookup before its prefetch is done (removed in 0.5.6).
             QueryPrefetchLookupHits = "query_prefetch_lookup_hits",
-            /// Which of these objects are cached? Leases what it finds. Of kvtier's own clients.
+            /// Which of these objects are cached? Leases what it finds; sent by kvtier's own clients.
             Find = "kvtier.find",
         }
     };

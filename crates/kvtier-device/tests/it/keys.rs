@@ -308,7 +308,7 @@ pub struct Keys {
     pub float: Float,
     pub rope: GroupRope,
     pub magnitude: f64,
-    /// Of both sides, above rounding.
+    /// Largest difference of the two sides beside rounding.
     pub tolerance: f64,
 }
 

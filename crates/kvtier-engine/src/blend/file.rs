@@ -81,13 +81,10 @@ impl SegmentFile {
         let mut record = [0; Segments::RECORD_BYTES];
         let mut restored = 0;
         if file.seek(SeekFrom::Start(HEADER_BYTES)).is_ok() {
-            let mut places = 0..;
+            let mut place = 0;
             while file.read_exact(&mut record).is_ok() {
-                restored += usize::from(
-                    places
-                        .next()
-                        .is_some_and(|it| segments.restore(it, &record)),
-                );
+                restored += usize::from(segments.restore(place, &record));
+                place += 1;
             }
         }
         tracing::info!(segments = restored, "segments of the server before");

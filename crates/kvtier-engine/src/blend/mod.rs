@@ -59,12 +59,7 @@ impl Blend {
     }
 
     /// What two prompts must share for a segment of one to be of use to the other: the objects of their first rank.
-    pub fn scope(
-        &self,
-        rows: &[GroupRow],
-        scope: &KeyScope,
-        chunk_size: NonZeroUsize,
-    ) -> SegmentScope {
+    pub fn scope(rows: &[GroupRow], scope: &KeyScope, chunk_size: NonZeroUsize) -> SegmentScope {
         let first = kvtier_core::kv_rank(scope.world_size(), 0);
         let namespaces = rows.iter().map(|row| &*row.namespace);
         let namespaces = namespaces.filter(|namespace| namespace.kv_rank() == first);

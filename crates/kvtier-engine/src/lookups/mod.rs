@@ -37,6 +37,7 @@ use kvtier_proto::{keep_seconds, peer, skip_load, traceparent};
 use kvtier_store::tiers::{L2, PrefetchRequest};
 use tokio::sync::watch;
 
+use super::blend::Blend;
 use super::context::Context;
 use super::instances::{Instance, Unserved, gcd, rows};
 use super::sessions;
@@ -516,7 +517,7 @@ impl Lookups {
         };
         let (tokens, chunk_size) = (&key.tokens.tokens[..], key.tokens.chunk_size);
         let end = usize::try_from(key.end).unwrap_or(usize::MAX);
-        let scope = blend.scope(&find.rows, &find.scope, chunk_size);
+        let scope = Blend::scope(&find.rows, &find.scope, chunk_size);
         let tokens = &tokens[..end.min(tokens.len())];
         let matches = blend.find(&self.context.metrics, &scope, chunk_size, tokens, prefix);
         if matches.is_empty() {

@@ -63,7 +63,7 @@ impl SegmentFind {
         }
     }
 
-    /// Those that were not found and whose object of the first rank L1 lacks: other ranks may store theirs later.
+    /// Segments that were not found and whose object of the first rank L1 lacks: other ranks may store theirs later.
     fn absent_from_l1(&self, found: &ChunkBitmap) -> Vec<SegmentMatch> {
         let matches = self.matches.iter().enumerate();
         let missing = matches.filter(|(position, _)| !found.get(*position));

@@ -195,7 +195,7 @@ impl StorePlan {
         tokens: &[u32],
     ) {
         let size = range.chunk_size.get();
-        let scope = blend.scope(rows, &range.scope, range.chunk_size);
+        let scope = Blend::scope(rows, &range.scope, range.chunk_size);
         let hashes = &self.prompt[range.chunks.clone()];
         let Some(first) = rows
             .iter()

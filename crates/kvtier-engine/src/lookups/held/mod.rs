@@ -452,9 +452,10 @@ impl HeldLookups {
             if lookup.created >= limit || lookup.until_end {
                 continue;
             }
-            if let HeldSegments::Found(found) = &entry.lookup.segments {
-                let lease = found.lease.as_ref();
-                released += lease.map_or(0, |(lease, _)| lease.held());
+            if let HeldSegments::Found(found) = &entry.lookup.segments
+                && let Some((lease, _)) = &found.lease
+            {
+                released += lease.held();
                 entry.lookup.segments = HeldSegments::Found(Arc::default());
             }
             if !entry.lookup.lease.is_empty() {
